@@ -1,0 +1,1113 @@
+"""Pretrain a Llama language model on your own GPU: the whole algorithm, read from top to bottom.
+
+    python train_tokenizer.py --demo && python train_llama.py --demo    # minutes, without a GPU
+    python train_tokenizer.py && python train_llama.py                  # the recipe, on FineWeb
+    python train_llama.py --dataset "texts/**/*.md" --out_dir mine      # your own files
+    python train_llama.py --prompt "The meaning of life is"             # let the model write
+    torchrun --nproc_per_node 2 train_llama.py                          # two GPUs
+
+Whatever interrupts a run, the same command goes on where it stopped.
+
+Contents: 1 Settings, 2 Model, 3 Data, 4 Optimiser and schedule, 5 Checkpoints,
+          6 Evaluation and sampling, 7 Export, 8 Training.
+Shapes:   B sequences in a micro-batch, T tokens in a sequence, C hidden size, N heads,
+          K key-value heads, D = C / N size of a head, V vocabulary size.
+"""
+from __future__ import annotations
+
+import argparse, contextlib, functools, glob, hashlib, inspect, io, json, math, os, re, shutil
+import signal, struct, sys, sysconfig, tempfile, time, zipfile, zlib
+from collections import Counter
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import BinaryIO, Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from filelock import FileLock, Timeout
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from torch import nn
+from tqdm import tqdm
+
+# ---- 1 Settings ----------------------------------------------------------------------------------
+# Every number of a run stands here. A field is also a flag (--micro_batch_size 4), and its comment
+# is the flag's help. One update of the weights sees batch_size x seq_len tokens.
+
+@dataclass
+class LlamaConfig:
+    """The shape of the model, under the names that Hugging Face gives it."""
+    vocab_size: int  # V; neither default nor flag: the tokenizer decides
+    max_position_embeddings: int = 2048  # the longest sequence that rotary angles are made for
+    hidden_size: int = 768  # C, the width of the residual stream
+    intermediate_size: int = 3072  # the width inside the MLP
+    num_hidden_layers: int = 12  # how many decoder layers
+    num_attention_heads: int = 12  # N, the query heads
+    num_key_value_heads: int = 3  # K, the key and value heads; K = N is plain attention
+    rms_norm_eps: float = 1e-5  # added to the mean square before its root divides
+    rope_theta: float = 10_000.0  # base of the rotary wavelengths
+    tie_word_embeddings: bool = False  # let the head share the embedding's matrix
+
+@dataclass
+class TrainConfig:
+    """Everything else: the data, the optimisation, the running and the sampling."""
+    dataset: str = "HuggingFaceFW/fineweb"  # a Hub name, or a local file, folder or pattern
+    dataset_config: str = "sample-10BT"  # configuration of a Hub data set; "" for its only one
+    text_column: str = "text"  # the column (or JSON key) that holds the text
+    tokenizer_path: str = "bpe_50k.json"  # made by train_tokenizer.py
+    cache_dir: str = "tokens"  # folder for the token files, two bytes a token
+    val_every: int = 1000  # of so many documents the first is held out for validation; 0: none
+    packing: bool = True  # join documents and cut blocks; else each document has its own rows
+    seq_len: int = 512  # T, tokens in a training sequence
+
+    train_tokens: int = 3_600_000_000  # length of the run: about 20 tokens a parameter
+    max_epochs: float = 4.0  # end when the corpus was read so often (arXiv:2305.16264)
+    batch_size: int = 512  # sequences in one optimiser step, over all processes
+    micro_batch_size: int = 8  # sequences that one process holds at once; lower it to save memory
+    optimizer: str = "adamw"  # adamw, or muon for the layers' matrices
+    learning_rate: float = 1e-3  # the peak
+    min_learning_rate: float = 0.0  # where the schedule ends
+    warmup_steps: int = 1000  # steps over which the rate rises to its peak
+    schedule: str = "cosine"  # after the warm-up: cosine, or wsd (stable, then decay)
+    weight_decay: float = 0.1  # on matrices only
+    grad_clip: float = 1.0  # largest norm of the gradient over all weights; 0: no limit
+
+    out_dir: str = "out"  # checkpoints, metrics and the finished model
+    init_from: str = ""  # start a new run from the weights of this checkpoint or model folder
+    seed: int = 1  # of the first weights, the order of the data and the samples
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    dtype: str = "auto"  # of the matrix products: auto, bfloat16, float16, float32
+    compile: bool | None = None  # torch.compile the model; by default where that pays
+    log_every: int = 10  # steps between two lines of the log
+    eval_every: int = 200  # steps between two evaluations
+    save_every: int = 200  # steps between two checkpoints
+
+    prompt: str | None = None  # continue this text with the model in out_dir, instead of training
+    temperature: float = 0.8  # of sampling; 0 always takes the likeliest token
+    top_k: int = 50  # sample among so many likeliest tokens; 0: among all
+    max_new_tokens: int = 200  # tokens in a sample
+
+STDLIB = "python-stdlib"  # names the demo's corpus: the source files of Python's own library
+DEMO = dict(  # --demo is this set of other defaults; any flag still overrides it
+    dataset=STDLIB, tokenizer_path="demo_bpe.json", val_every=20, out_dir="demo_out", seq_len=256,
+    hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
+    train_tokens=1_800_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40,
+    eval_every=150, save_every=150)
+RULES = (  # what must hold of the settings, besides that numbers are not below 0
+    "hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
+    "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
+    "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
+    "optimizer in ('adamw', 'muon')", "schedule in ('cosine', 'wsd')",
+    "dtype in ('auto', 'bfloat16', 'float16', 'float32')")
+MAY_BE_ZERO = ("val_every min_learning_rate warmup_steps weight_decay grad_clip seed temperature "
+               "top_k max_new_tokens").split()
+SPECIAL_TOKENS = ["[PAD]", "[BOT]", "[EOT]", "[UNK]"]  # padding, begin and end of text, unknown
+PAD, BOT, EOT, UNK = range(4)  # their ids
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+
+class UserError(SystemExit):
+    """A mistake that the user can mend: Python prints its sentence, and no traceback."""
+
+def say(text: str) -> None:
+    """Print a line, from the first process only, without breaking the progress bar."""
+    if RANK == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+def parse_flags(argv: list[str] | None, configs: list[type], demo: dict) -> argparse.Namespace:
+    """All settings in one namespace: the fields' defaults, or the demo's, or what a flag says."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(allow_abbrev=False, usage="%(prog)s [--flag value ...]")
+    parser.error = lambda text: sys.exit(f"{parser.prog}: {text} (--help lists the flags)")
+    parser.add_argument("--demo", action="store_true", help="needs minutes, no GPU, no network")
+    for config in configs:
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.M))
+        for name, field in ((f.name, f) for f in fields(config) if f.default is not MISSING):
+            default = demo.get(name, field.default) if "--demo" in argv else field.default
+            kind = {"int": int, "float": float}.get(field.type, str)
+            form = (dict(action=argparse.BooleanOptionalAction) if "bool" in field.type
+                    else dict(type=kind, metavar=kind.__name__))
+            parser.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]),
+                                help=f"{comments[name]} (default: {default})", default=default,
+                                **form)
+    return parser.parse_args(argv)
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer that train_tokenizer.py made. Raises UserError when the file is not one."""
+    try:
+        tokenizer = Tokenizer.from_file(path)
+        if [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [PAD, BOT, EOT, UNK]:
+            raise ValueError(f"it lacks {SPECIAL_TOKENS} as ids 0 to 3")
+    except Exception as error:  # the library raises nothing more exact
+        raise UserError(f"--tokenizer_path {path} cannot be used ({error}); make it with: python "
+                        f"train_tokenizer.py --tokenizer_path {path} (or --demo)") from None
+    tokenizer.encode_special_tokens = True  # "[EOT]" in a text means five characters, no end
+    return tokenizer
+
+def check_settings(s: argparse.Namespace) -> None:
+    """Raise one UserError that lists every fault of the settings, before any work is done."""
+    faults = [f"--{name} {value} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
+              for name, value in vars(s).items() if type(value) in (int, float)
+              and not (0 < value < math.inf or value == 0 and name in MAY_BE_ZERO)]
+    for rule in RULES:
+        with contextlib.suppress(ZeroDivisionError):  # a zero was noted above
+            if not eval(rule, {**vars(s), "processes": WORLD}):
+                given = [f"--{n} {v}" for n, v in vars(s).items() if re.search(rf"\b{n}\b", rule)]
+                given += [f"{WORLD} processes"] if "processes" in rule else []
+                faults.append(f"{' '.join(given)}: {rule} must hold")
+
+    def try_to_write(folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+    attempts = dict(device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")),
+                    tokenizer_path=load_tokenizer, init_from=lambda path: path and load_weights(path))
+    if s.prompt is None:
+        attempts |= dict(cache_dir=try_to_write, out_dir=try_to_write)
+    for flag, attempt in attempts.items():
+        try:
+            attempt(getattr(s, flag))
+        except UserError as error:
+            faults.append(str(error))
+        except (RuntimeError, AssertionError, OSError) as error:
+            faults.append(f"--{flag} {getattr(s, flag)}: {str(error).splitlines()[0]}")
+    if faults:
+        raise UserError("\n".join(faults))
+
+# ---- 2 Model -------------------------------------------------------------------------------------
+# A Llama (arXiv:2302.13971): embed the tokens, let each layer add what attention and an MLP make
+# of them, normalise, and score every token of the vocabulary as the next one.
+
+class RotaryEmbedding(nn.Module):
+    """Turn queries and keys by their position, so that scores see distances (arXiv:2104.09864)."""
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size // config.num_attention_heads  # D
+        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
+        angles = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies)
+        angles = torch.cat((angles, angles), dim=-1)  # (max_position_embeddings, D)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, N or K, T, D)
+        first, second = x.chunk(2, dim=-1)  # feature i turns with i + D/2, as in Hugging Face's
+        cos, sin = (table[: x.size(-2)].to(x.dtype) for table in (self.cos, self.sin))
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+class LlamaAttention(nn.Module):
+    """Causal attention with fewer key-value heads than query heads (arXiv:2305.13245)."""
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_size = config.hidden_size // config.num_attention_heads
+        kv_size = config.num_key_value_heads * self.head_size
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, rotate: RotaryEmbedding) -> torch.Tensor:  # (B, T, C)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+                   for project in (self.q_proj, self.k_proj, self.v_proj))  # (B, N or K, T, D)
+        q, k = rotate(q), rotate(k)
+        if q.is_cuda and (q.dtype == torch.float32 or torch.cuda.get_device_capability() < (8, 0)):
+            # No flash attention here, and the next best kernel wants as many k and v as q.
+            k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
+        # is_causal stops the future from leaking into the past. No mask: one would switch flash
+        # attention off, and padding stands on the right, where no real token can see it.
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(x.transpose(1, 2).flatten(2))  # (B, N, T, D) -> (B, T, C)
+
+class LlamaMLP(nn.Module):
+    """SwiGLU: one projection gates the other (arXiv:2002.05202)."""
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention, then MLP: each reads the normalised residual stream and adds to it."""
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x: torch.Tensor, rotate: RotaryEmbedding) -> torch.Tensor:  # (B, T, C)
+        x = x + self.self_attn(self.input_layernorm(x), rotate)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+class LlamaModel(nn.Module):
+    """Token ids (B, T) to normalised hidden states (B, T, C)."""
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # arXiv:1910.07467
+        self.rotary_emb = RotaryEmbedding(config)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, self.rotary_emb)
+        return self.norm(x)
+
+class LlamaForPretraining(nn.Module):
+    """The model and its head; state_dict() has the keys of Hugging Face's LlamaForCausalLM."""
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Each layer adds twice to the residual stream; smaller last projections keep the sum's
+        # variance the same at every depth (GPT-2).
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                last = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * config.num_hidden_layers) ** (0.5 * last))
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits (B, T, V), or with labels (B, T) the sum of their losses in nats, a scalar.
+
+        Labels are already shifted, which Hugging Face's are not: labels[:, t] is the token that
+        follows input_ids[:, t]. A label of -100 is ignored.
+        """
+        logits = self.lm_head(self.model(input_ids))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+def flops_per_token(model: LlamaForPretraining, seq_len: int) -> int:
+    """Floating-point operations for one token, forward and backward (arXiv:2204.02311, app. B).
+
+    A weight that multiplies costs 2 forward and 4 backward. Attention's scores and sums cost
+    3 x 2 x 2 x C x T in each layer, halved because no token looks ahead.
+    """
+    matrices = sum(w.numel() for w in model.model.layers.parameters() if w.dim() == 2)
+    attention = 6 * model.config.num_hidden_layers * model.config.hidden_size * seq_len
+    return 6 * (matrices + model.lm_head.weight.numel()) + attention
+
+# ---- 3 Data --------------------------------------------------------------------------------------
+# Documents are tokenised once, before training, into one long file: [BOT] ids [EOT] [BOT] ids ...
+# It only grows at its end, so a longer run appends and nothing is done twice. Training reads blocks
+# of it, in an order that depends on the seed and the step alone.
+
+WINDOW = 65_536  # blocks are shuffled inside windows of so many: the disk's cache holds one
+SURROGATES = re.compile("[\ud800-\udfff]")  # what stands in a string where no character was
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: str = "") -> None:
+    """Write a file that is there whole or not at all, even when the disk is full or power fails.
+
+    The one before it may be kept under the name `keep`. Raises UserError.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())  # on the disk before it gets its name
+        if keep and path.exists():
+            os.replace(path, path.with_name(keep))
+        os.replace(temporary, path)
+        if os.name == "posix":
+            os.fsync(folder := os.open(path.parent, os.O_RDONLY))  # the name, too
+            os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}, the old one is intact: {error}") from error
+
+def find_files(dataset: str) -> tuple[list[str], str]:
+    """The files of a local data set, sorted, and their one kind; for a Hub name [] and "hub"."""
+    path = sysconfig.get_path("stdlib") if dataset == STDLIB else os.path.expanduser(dataset)
+    if os.path.isdir(path):  # all that is below it and not hidden
+        path = os.path.join(glob.escape(path), "**", "*.py" if dataset == STDLIB else "*")
+    names = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+    left_out = re.compile(r"[\\/](tests?|idlelib|lib2to3|(site|dist)-packages)[\\/]")
+    files = list({os.path.realpath(name): name for name in names if os.path.isfile(name)
+                  and not (dataset == STDLIB and left_out.search(name))}.values())
+    kinds = Counter("parquet" if name.endswith(".parquet") else "json" if re.search(
+        r"\.(json|jsonl|ndjson)(\.gz|\.zst)?$", name) else "text" for name in files)
+    if len(kinds) > 1:
+        raise UserError(f"--dataset {dataset} mixes kinds of files, {dict(kinds)}: name one kind, "
+                        f"such as '{dataset}/**/*.jsonl'")
+    if not files and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset):
+        raise UserError(f"--dataset {dataset}: there is no such file, folder or pattern of files")
+    return files, next(iter(kinds), "hub")
+
+def read_rows(files: list[str], kind: str, text_column: str) -> Iterator[dict]:
+    """Rows of text or JSON-lines files, plain, .gz or .zst, line ends and all as they are.
+
+    A long text file is cut after line ends into rows of about 64 kB. Bytes that are not UTF-8
+    become surrogates. A row that is no text has an Exception in its place.
+    """
+    from pyarrow import input_stream  # the readers of datasets change line ends and refuse much
+    for file in files:
+        with io.TextIOWrapper(input_stream(file, compression="detect"), encoding="utf-8-sig",
+                              errors="surrogateescape", newline="\n") as stream:
+            for text in stream if kind == "json" else iter(
+                    lambda: stream.read(65_536) + stream.readline(1_000_000), ""):
+                row = {text_column: text}
+                if len(SURROGATES.findall(text)) + text.count("\0") > len(text) / 5:
+                    row = {text_column: ValueError(f"not UTF-8 text: {file}")}
+                elif kind == "json" and not text.isspace():
+                    try:
+                        row = {**json.loads(text)}
+                    except (ValueError, TypeError, RecursionError):
+                        row = {text_column: ValueError("no JSON object on a line")}
+                yield {**row, "__file__": file}
+
+def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str | None = None):
+    """An IterableDataset of rows, whose state_dict() says where to go on, and its Hub revision."""
+    import datasets, huggingface_hub, pyarrow.parquet  # a second that --help need not wait for
+    files, kind = find_files(dataset)
+    try:
+        if kind == "hub":  # the revision is kept, so that appending finds the same rows
+            revision = revision or huggingface_hub.dataset_info(dataset).sha
+            rows = datasets.load_dataset(dataset, dataset_config or None, split="train",
+                                         streaming=True, revision=revision)
+            columns = rows.column_names or list(next(iter(rows)))
+        elif kind == "parquet":
+            columns = pyarrow.parquet.read_schema(files[0]).names
+            rows = datasets.load_dataset("parquet", data_files=files, split="train",
+                                         streaming=True, columns=[text_column], batch_size=1000)
+        else:
+            rows = datasets.IterableDataset.from_generator(
+                read_rows, gen_kwargs=dict(files=files, kind=kind, text_column=text_column))
+            columns = list(dict.fromkeys(key for row in rows.take(100) for key in row))
+    except Exception as error:  # networks, names and files fail in too many ways to list
+        raise UserError(f"cannot open --dataset {dataset} --dataset_config '{dataset_config}' ("
+                        f"{type(error).__name__}: {str(error).strip().splitlines()[0]}); without a "
+                        "network use --demo or local files") from error
+    if columns and text_column not in columns:
+        raise UserError(f"--text_column {text_column} is not among the columns of {dataset}: "
+                        + ", ".join(name for name in columns if name != "__file__"))
+    return (rows.select_columns(text_column) if kind == "hub" else rows), revision
+
+def load_documents(rows: Iterable[dict], text_column: str, skipped: Counter) -> Iterator[str]:
+    """The texts in the rows; `skipped` counts, by reason, those without. Raises UserError."""
+    try:
+        for row in rows:
+            text = row.get(text_column)
+            if not isinstance(text, str) or text.isspace() or not text:
+                skipped["blank" if isinstance(text, str) else str(text) if isinstance(
+                    text, ValueError) else f"{type(text).__name__} instead of text"] += 1
+                continue
+            if not text.isascii() and SURROGATES.search(text):
+                text = SURROGATES.sub("\ufffd", text)
+                skipped[f"kept with U+FFFD for broken characters, {row.get('__file__')}"] += 1
+            yield text
+    except Exception as error:  # the network, or a damaged file
+        raise UserError(f"--dataset cannot be read further, start again to go on from here: "
+                        f"{type(error).__name__}: {error}") from error
+
+def read_facts(stem: str, item: int) -> dict:
+    """What <stem>.json says of a token file; zeros if it is missing or says more than is there."""
+    with contextlib.suppress(FileNotFoundError):
+        facts = json.loads(Path(stem + ".json").read_text())
+        if all(os.path.getsize(facts[split]["path"]) >= facts[split]["tokens"] * item
+               for split in ("train", "val")):
+            return facts
+    return dict(documents=0, ended=False, state=None, revision=None, skipped={}, **{
+        split: dict(path=f"{stem}.{split}.u{item}", tokens=0, bytes=0, crc32=0)
+        for split in ("train", "val")})
+
+def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> dict:
+    """The facts of token files with `needed` training tokens or the whole corpus, made if missing.
+
+    Their name is a hash of what decides the content, never of the length, which can grow.
+    """
+    files, kind = find_files(config.dataset)
+    source = [[os.path.abspath(name), os.path.getsize(name), os.stat(name).st_mtime_ns]
+              for name in files] or [config.dataset, config.dataset_config]
+    key = json.dumps([source, config.text_column, tokenizer.to_str(), config.val_every])
+    stem = os.path.join(config.cache_dir, hashlib.sha256(key.encode()).hexdigest()[:16])
+    item = 2 if tokenizer.get_vocab_size() <= 65_536 else 4
+
+    def missing(facts: dict) -> bool:
+        return not facts["ended"] and facts["train"]["tokens"] < needed
+
+    while RANK > 0 and missing(read_facts(stem, item)):
+        time.sleep(1)  # the first process writes; torchrun ends this one if that fails
+    with FileLock(stem + ".lock"):  # another run may be writing the same files
+        facts = read_facts(stem, item)
+        if new := missing(facts):
+            append_tokens(config, tokenizer, facts, item, needed, Path(stem + ".json"))
+    train, val = facts["train"], facts["val"]
+    skipped = "; ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8))
+    skipped = f"{facts['documents']:,} documents; rows skipped: {skipped or 'none'}"
+    gb = sum(file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
+    say(f"data: {config.dataset}, {len(files)} files ({kind}): {', '.join(files[:3])}; {skipped}\n"
+        f"tokens: {'written' if new else 'reused'}, {train['tokens']:,} to train on and "
+        f"{val['tokens']:,} held out, {train['bytes'] / max(1, train['tokens']):.2f} bytes each; "
+        f"{config.cache_dir} holds {gb:.2f} GB")
+    if train["tokens"] == 0:
+        raise UserError(f"--dataset {config.dataset} has no text to train on ({skipped}; "
+                        f"--val_every {config.val_every} holds out the first)")
+    return facts
+
+def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, item: int, needed: int,
+                  json_path: Path) -> None:
+    """Tokenise further documents, 4 MB at a time on all cores, to the end of the token files.
+
+    The facts are written after the tokens they count, so a death costs ten seconds of work.
+    """
+    rows, facts["revision"] = open_rows(config.dataset, config.dataset_config, config.text_column,
+                                        facts["revision"])
+    if facts["state"]:
+        rows.load_state_dict(facts["state"])
+    skipped = facts["skipped"] = Counter(facts["skipped"])
+    documents, saved = load_documents(rows, config.text_column, skipped), time.monotonic()
+    train, val = facts["train"], facts["val"]
+    with (open(train["path"], "ab") as train_file, open(val["path"], "ab") as val_file,
+          tqdm(unit="B", unit_scale=True, desc="tokenising", initial=train["bytes"]) as bar):
+        train_file.truncate(train["tokens"] * item)  # what a death left beyond the facts
+        val_file.truncate(val["tokens"] * item)
+        while not facts["ended"] and train["tokens"] < needed:
+            batch, room = [], 4_000_000
+            while room > 0 and (text := next(documents, None)) is not None:
+                batch.append(text)
+                room -= len(text)
+            for text, encoding in zip(batch, tokenizer.encode_batch_fast(
+                    batch, add_special_tokens=False)):
+                held_out = config.val_every and facts["documents"] % config.val_every == 0
+                part, file = (val, val_file) if held_out else (train, train_file)
+                file.write(ids := np.array([BOT, *encoding.ids, EOT], f"u{item}").tobytes())
+                part["tokens"] += len(ids) // item
+                part["bytes"] += len(text.encode())
+                part["crc32"] = zlib.crc32(ids, part["crc32"])
+                facts["documents"] += 1
+            facts |= dict(ended=room > 0, state=rows.state_dict())
+            bar.total = train["bytes"] * needed / max(1, train["tokens"])  # a forecast
+            bar.set_postfix_str(f"{facts['documents']:,} documents", refresh=False)
+            bar.update(train["bytes"] - bar.n)
+            if facts["ended"] or train["tokens"] >= needed or time.monotonic() > saved + 10:
+                for file in (train_file, val_file):
+                    file.flush()
+                    os.fsync(file.fileno())
+                write_atomically(json_path, lambda file: file.write(json.dumps(facts).encode()))
+                saved = time.monotonic()
+
+class PretrainingDataset(torch.utils.data.Dataset):
+    """Rows of T tokens from a token file: dict(input_ids, labels), int64 tensors of shape (T,).
+
+    packing=True: row i is the block of tokens iT .. iT+T. Neighbours share a token, so that every
+    token but the first is a label exactly once. Clipping documents to T tokens would lose half of
+    FineWeb, and padding the short ones waste a third of the positions.
+    packing=False: each document has its own row, or rows. Free places at a row's right end hold
+    [PAD], and the label -100, which the loss ignores.
+    """
+    def __init__(self, path: str, tokens: int, seq_len: int, packing: bool = True) -> None:
+        self.path, self.tokens, self.seq_len, self.packing = path, tokens, seq_len, packing
+        self.rows = (-(-(tokens - 1) // seq_len) if packing
+                     else len(document_rows(path, tokens, seq_len)[0]))
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where in the token file some rows start, and how many tokens each has, at most T + 1."""
+        if not self.packing:
+            starts, lengths = document_rows(self.path, self.tokens, self.seq_len)
+            return starts[rows], lengths[rows]
+        return (starts := rows * self.seq_len), np.minimum(self.seq_len + 1, self.tokens - starts)
+
+    def count_labels(self, rows: np.ndarray) -> int:
+        """How many labels of some rows are not ignored; reads no tokens."""
+        return int((self.spans(rows)[1] - 1).sum())
+
+    def batch(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids and labels of some rows, (B, T) each."""
+        tokens, (starts, lengths) = map_tokens(self.path, self.tokens), self.spans(rows)
+        block = np.full((len(rows), self.seq_len + 1), PAD, dtype=np.int64)
+        for row, start, length in zip(block, starts, lengths):
+            row[:length] = tokens[start : start + length]
+        ignored = np.arange(1, self.seq_len + 1) >= lengths[:, None]
+        labels = np.where(ignored, -100, block[:, 1:])
+        return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(labels)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        input_ids, labels = self.batch(np.array([range(self.rows)[row]]))
+        return dict(input_ids=input_ids[0], labels=labels[0])
+
+def map_tokens(path: str, tokens: int) -> np.ndarray:
+    """The tokens in a file, whose suffix is their dtype; a fresh map holds no pages in memory."""
+    return np.memmap(path, path.rpartition(".")[2], mode="r", shape=(tokens,))
+
+@functools.lru_cache(maxsize=4)
+def document_rows(path: str, tokens: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of all rows without packing: a long document has several, none is cut."""
+    ids, step = map_tokens(path, tokens), 1 << 26
+    starts = np.concatenate([np.flatnonzero(ids[i : i + step] == BOT) + i
+                             for i in range(0, tokens, step)])
+    ends = np.append(starts[1:], tokens)
+    counts = -(-(ends - starts - 1) // seq_len)  # rows of each document; [BOT] is never a label
+    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(starts, counts) + nth * seq_len
+    return starts, np.minimum(seq_len + 1, np.repeat(ends, counts) - starts)
+
+def rows_of_step(step: int, batch_size: int, rows: int, seed: int) -> np.ndarray:
+    """The rows that a step trains on: a pure function, so that nothing need be saved to resume.
+
+    Positions step * batch_size + j run on through the epochs. In each epoch the rows are shuffled
+    inside fixed windows, so the order of the early rows does not depend on how many follow.
+    """
+    chosen = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, place = divmod(position, rows)
+        first = place - place % WINDOW
+        chosen.append(first + shuffled(min(WINDOW, rows - first), seed, epoch, first)[place % WINDOW])
+    return np.array(chosen)
+
+@functools.lru_cache(maxsize=4)
+def shuffled(size: int, seed: int, epoch: int, first: int) -> np.ndarray:
+    """A permutation of range(size), made from raw bits, which no numpy version may change."""
+    return np.argsort(np.random.PCG64([seed, epoch, first]).random_raw(size), kind="stable")
+
+# ---- 4 Optimiser and schedule --------------------------------------------------------------------
+# Small steps first, while the gradients are wild, then large ones, then ever smaller ones to settle
+# in a minimum (arXiv:1608.03983).
+
+def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:
+    """The learning rate of step 0 .. steps - 1, a pure function; the last step has the minimum."""
+    peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule == "cosine":  # half a cosine
+        progress = (step + 1 - warmup) / (steps - warmup)
+        return lowest + (peak - lowest) * (1 + math.cos(math.pi * progress)) / 2
+    decay = max(1, min(steps // 5, steps - warmup))  # wsd: a line down the last fifth, 2404.06395
+    return lowest + (peak - lowest) * min(1, (steps - 1 - step) / decay)
+
+def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for all weights (arXiv:1711.05101), or Muon for the layers' matrices beside it.
+
+    Muon's update is the momentum with all its singular values set to about 1; it is scaled here
+    to the size of AdamW's updates, so that one learning rate serves both (arXiv:2502.16982).
+    """
+    muon, decayed, plain = [], [], []
+    for name, weight in model.named_parameters():
+        by_muon = config.optimizer == "muon" and ".layers." in name
+        (plain if weight.dim() < 2 else muon if by_muon else decayed).append(weight)
+    groups = [dict(params=decayed, weight_decay=config.weight_decay),
+              dict(params=plain, weight_decay=0.0)]
+    optimizers = [torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-8,
+                                    fused=True)]
+    if muon:
+        optimizers.append(torch.optim.Muon(muon, lr=config.learning_rate, momentum=0.95,
+                                           weight_decay=config.weight_decay,
+                                           adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+# ---- 5 Checkpoints -------------------------------------------------------------------------------
+# A checkpoint is the weights, the optimisers' state and the step: the order of the data and the
+# learning rates follow from the step. It has plain types only, so torch.load need not trust it.
+
+CHECKPOINTS = "checkpoint.pt", "checkpoint.previous.pt"
+FIXED = [field.name for field in fields(LlamaConfig)] + [  # what would make it another run
+    "val_every", "packing", "seq_len", "batch_size", "optimizer", "seed"]
+
+def save_checkpoint(out_dir: str, checkpoint: dict) -> None:
+    """Write checkpoint.pt; when it is proven good, the one before becomes the previous."""
+    def write(file: BinaryIO) -> None:
+        torch.save(checkpoint, file)
+        if damaged := zipfile.ZipFile(file).testzip():  # reads all of it against its checksums
+            raise OSError(f"{damaged} was read back with a wrong checksum")
+    write_atomically(Path(out_dir, CHECKPOINTS[0]), write, keep=CHECKPOINTS[1])
+
+def load_checkpoint(out_dir: str, names: tuple[str, ...] = CHECKPOINTS) -> dict | None:
+    """The newest whole checkpoint, in host memory; None without any, UserError if all are bad."""
+    damage = []
+    for path in (path for name in names if (path := Path(out_dir, name)).is_file()):
+        try:
+            if damaged := zipfile.ZipFile(path).testzip():  # torch.load ignores the checksums
+                raise ValueError(f"{damaged} has a wrong checksum")
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # damage shows in every way
+            damage.append(f"{path} is damaged ({type(error).__name__}: {error})")
+            say(damage[-1])
+    if damage:
+        raise UserError(f"{'; '.join(damage)}: nothing was overwritten, restore one or start anew "
+                        "in another --out_dir")
+    return None
+
+def load_weights(path: str) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint or in an exported model folder, for --init_from."""
+    if (checkpoint := load_checkpoint(*os.path.split(path)[:1], os.path.split(path)[1:])):
+        return checkpoint["model"]
+    try:
+        with open(Path(path, "model.safetensors"), "rb") as file:
+            header = json.loads(file.read(*struct.unpack("<Q", file.read(8))))
+            data = np.frombuffer(file.read(), dtype=np.float32).copy()
+    except (OSError, ValueError, struct.error) as error:
+        raise UserError(f"--init_from {path}: no checkpoint, no model folder ({error})") from error
+    header.pop("__metadata__")
+    return {name: torch.from_numpy(data[slice(*(n // 4 for n in entry["data_offsets"]))]).view(
+        entry["shape"]) for name, entry in header.items()}
+
+def check_resume(checkpoint: dict, settings: dict, fingerprint: dict, path: str) -> None:
+    """Say which settings have changed; raise UserError for those that make it another run."""
+    saved, was = checkpoint["config"], checkpoint["fingerprint"]
+    changed = {name: f"--{name} {saved.get(name)} -> {value}" for name, value in settings.items()
+               if saved.get(name) != value}
+    refused = [text for name, text in changed.items() if name in FIXED]
+    if was["tokenizer"] != fingerprint["tokenizer"]:
+        refused.append(f"another tokenizer in --tokenizer_path {settings['tokenizer_path']}")
+    elif (was["tokens"] > fingerprint["tokens"]
+          or was["crc32"] != zlib.crc32(map_tokens(path, was["tokens"]))):
+        refused.append(f"other text in --dataset {settings['dataset']}")
+    if refused:
+        raise UserError(f"--out_dir {settings['out_dir']} has a run with other settings ("
+                        f"{'; '.join(refused)}): set them back, or choose another --out_dir")
+    for text in changed.values():
+        say(f"changed: {text}")
+
+# ---- 6 Evaluation and sampling -------------------------------------------------------------------
+# The loss on documents that are never trained on, in nats per token and, so that other tokenizers
+# compare, in bits per byte of text. And a look at what the model writes.
+
+@torch.no_grad()
+def evaluate(model: nn.Module, dataset: PretrainingDataset, batch_size: int) -> float:
+    """The mean loss over a whole dataset, in nats per label; the processes share the work."""
+    device = next(model.parameters()).device
+    nats = torch.zeros((), device=device)
+    for start in range(RANK * batch_size, len(dataset), WORLD * batch_size):
+        rows = np.arange(start, start + batch_size)
+        input_ids, labels = dataset.batch(np.minimum(rows, len(dataset) - 1))
+        labels[torch.from_numpy(rows >= len(dataset))] = -100  # all batches have the same shape
+        nats += model(input_ids.to(device), labels.to(device))
+    if WORLD > 1:
+        dist.all_reduce(nats)
+    return nats.item() / dataset.count_labels(np.arange(len(dataset)))
+
+@torch.no_grad()
+def generate(model: nn.Module, tokenizer: Tokenizer, prompt: str, config: TrainConfig
+             ) -> Iterator[str]:
+    """The text that the model lets follow on a prompt, up to [EOT], in whole characters.
+
+    Each token is drawn from the top_k likeliest by softmax(logits / temperature), or is the
+    likeliest at temperature 0. The model sees the last seq_len tokens.
+    """
+    ids = [BOT, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    if len(ids) > config.seq_len:
+        say(f"the prompt has {len(ids)} tokens, of which the model sees the last {config.seq_len}")
+    device, stream = next(model.parameters()).device, DecodeStream(skip_special_tokens=True)
+    generator = torch.Generator().manual_seed(config.seed)  # its own: sampling changes no run
+    for _ in range(config.max_new_tokens):
+        hidden = model.model(torch.tensor([ids[-config.seq_len :]], device=device))  # (1, T, C)
+        logits, tokens = model.lm_head(hidden[0, -1]).float().cpu().sort(descending=True)
+        logits, choice = logits[: config.top_k or None], 0
+        if config.temperature > 0:
+            chances = torch.softmax((logits - logits[0]) / config.temperature, dim=-1)
+            choice = torch.multinomial(chances, 1, generator=generator)
+        ids.append(tokens[choice].item())
+        if ids[-1] == EOT:
+            return
+        yield stream.step(tokenizer, ids[-1]) or ""
+
+# ---- 7 Export ------------------------------------------------------------------------------------
+# The finished model as a folder that transformers, and what builds on it, can load.
+
+def write_safetensors(tensors: dict[str, torch.Tensor], file: BinaryIO) -> None:
+    """The safetensors format: the length of a header, the header in JSON, the raw float32s."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + 4 * tensor.numel()
+        header[name] = dict(dtype="F32", shape=list(tensor.shape), data_offsets=[start, end])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors.values():
+        file.write(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+
+def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, out_dir: str, seq_len: int,
+                 card: str) -> None:
+    """Write out_dir/model, under another name first, so that it is there whole or not at all."""
+    ids = dict(bos_token_id=BOT, eos_token_id=EOT, pad_token_id=PAD)
+    weights = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    contents = {
+        "config.json": asdict(model.config) | ids | dict(
+            architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
+            head_dim=model.config.hidden_size // model.config.num_attention_heads,
+            attention_bias=False, mlp_bias=False, torch_dtype="float32",
+            max_position_embeddings=seq_len),  # as many as it has been trained on
+        "generation_config.json": ids | dict(do_sample=True, temperature=0.8, top_k=50,
+                                             max_new_tokens=64),
+        "tokenizer_config.json": dict(  # without it, transformers 4 guesses another tokenizer
+            tokenizer_class="PreTrainedTokenizerFast", pad_token="[PAD]", bos_token="[BOT]",
+            eos_token="[EOT]", unk_token="[UNK]", model_max_length=seq_len,
+            split_special_tokens=True, clean_up_tokenization_spaces=False,
+            model_input_names=["input_ids", "attention_mask"]),
+        "tokenizer.json": json.loads(tokenizer.to_str()), "README.md": card}
+    new, old, folder = (Path(out_dir, name) for name in ("model.new", "model.old", "model"))
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir()
+    for name, content in contents.items():
+        text = content if name == "README.md" else json.dumps(content, ensure_ascii=False, indent=1)
+        write_atomically(new / name, lambda file: file.write(text.encode()))
+    write_atomically(new / "model.safetensors", lambda file: write_safetensors(weights, file))
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+# ---- 8 Training ----------------------------------------------------------------------------------
+# The loop: choose the rows of the step, add up the gradients of its micro-batches, limit their
+# norm, update. Around it: the device, several processes, the log, and an orderly stop.
+
+METRICS = ("step tokens seconds loss val_loss bits_per_byte learning_rate grad_norm "
+           "tokens_per_second peak_share memory_gb").split()
+
+def choose_device(name: str, dtype: str) -> tuple[torch.device, str]:
+    """The device, and the dtype of its matrix products: bfloat16 where the hardware has it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.mps.is_available() else "cpu"
+        if name == "cpu" and (shutil.which("nvidia-smi") or os.path.exists("/dev/kfd")):
+            say(f"device: there is a GPU, but this torch ({torch.__version__}) cannot use it")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
+    bf16 = False
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
+        bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    elif device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):
+        units = torch.cpu.get_capabilities()
+        bf16 = any(units.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
+    if dtype == "auto":
+        dtype = "bfloat16" if bf16 else "float16" if device.type == "cuda" else "float32"
+    return device, dtype
+
+def measure_peak(device: torch.device, dtype: str) -> float:
+    """The FLOP/s that this device reaches in a large matrix product: what 100 % means here."""
+    size, best = 1024 if device.type == "cpu" else 8192, math.inf
+    a = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    a = a.to(device, getattr(torch, dtype))
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(8):
+            product = a @ a
+        product[0, 0].item()  # waits until the device is done
+        best = min(best, time.perf_counter() - start)
+    return 8 * 2 * size**3 / best
+
+def compile_model(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
+    """torch.compile the forward pass with its loss, in place; say so where that does not work."""
+    start, state = time.monotonic(), "on"
+    try:
+        model.compile(dynamic=False)
+        model(*batch).backward()  # a missing compiler shows only here
+    except Exception as error:
+        model._compiled_call_impl = None  # takes compile() back
+        state = f"off, {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
+    model.zero_grad(set_to_none=True)
+    say(f"compile: {state}, after {time.monotonic() - start:.0f} s")
+
+@torch.no_grad()
+def check_causality(model: LlamaForPretraining, device: torch.device) -> None:
+    """Raise UserError if the last token changes an earlier logit: mps has had such a fault."""
+    one = torch.arange(32, device=device)[None] % model.config.vocab_size
+    two = torch.cat((one[:, :-1], one[:, :1]), dim=1)
+    a, b = (model.lm_head(model.model(ids))[0, :-1].float() for ids in (one, two))
+    if not torch.allclose(a, b, rtol=1e-3, atol=1e-3):
+        raise UserError(f"--device {device}: attention sees the future here, a fault of torch "
+                        f"{torch.__version__}; use --dtype float32 or --device cpu")
+
+def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer,
+             checkpoint: dict | None) -> tuple:
+    """The datasets to train on and to validate on, the rows of an epoch, steps, fingerprint."""
+    sequences = -(-config.train_tokens // (config.batch_size * config.seq_len)) * config.batch_size
+    windows = -(-sequences // WINDOW)  # whole ones: a part would be shuffled anew when it grows
+    if not config.packing:  # rows are not full, and [BOT] is never a label
+        windows = math.ceil(1.5 * (windows + 1))
+    needed = windows * WINDOW * config.seq_len + 1
+    facts = prepare_tokens(config, tokenizer, needed)
+    train, val, ended = facts["train"], facts["val"], facts["train"]["tokens"] <= needed and facts["ended"]
+    now = dict(tokens=min(needed, train["tokens"]), val_tokens=val["tokens"], val_bytes=val["bytes"],
+               tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
+    if checkpoint:
+        check_resume(checkpoint, asdict(model_config) | asdict(config), now, train["path"])
+        now |= {name: checkpoint["fingerprint"][name] for name in ("val_tokens", "val_bytes")}
+    now["crc32"] = zlib.crc32(map_tokens(train["path"], now["tokens"]))
+    dataset, validation = (
+        PretrainingDataset(path, tokens, config.seq_len, config.packing) if tokens else None
+        for path, tokens in ((train["path"], now["tokens"]), (val["path"], now["val_tokens"])))
+    rows, labels = len(dataset), dataset.count_labels(np.arange(len(dataset))) / len(dataset)
+    if not ended:
+        rows -= rows % WINDOW
+    steps = math.ceil(config.train_tokens / (config.batch_size * labels))
+    if ended:
+        steps = min(steps, int(config.max_epochs * rows) // config.batch_size)
+    if config.warmup_steps >= steps:
+        raise UserError(f"--warmup_steps {config.warmup_steps} must be below the number of steps: "
+                        f"--train_tokens and {rows:,} sequences of --seq_len {config.seq_len}, "
+                        f"--batch_size {config.batch_size} at a time, give {steps:,}")
+    return dataset, validation, rows, steps, now
+
+def check_disk(folder: str, needed: float, what: str) -> None:
+    """Say how much space is needed and free; raise UserError if it is too little."""
+    free = shutil.disk_usage(folder).free
+    say(f"disk: {needed / 1e9:.2f} GB for {what} in {folder}, {free / 1e9:.1f} GB are free")
+    if free < needed:
+        raise UserError(f"too little free space for {what} in --out_dir or --cache_dir {folder}")
+
+def memory_gb(device: torch.device) -> float:
+    """The most memory used so far, by torch on a GPU, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+def resume_log(out_dir: str, step: int) -> tuple[dict, Callable]:
+    """The last row logged up to `step`, and a function that logs one; later rows are dropped."""
+    if RANK > 0:
+        return {}, lambda row, bar: None
+    path, board = Path(out_dir, "metrics.csv"), None
+    lines = path.read_text().splitlines()[1:] if step and path.exists() else []
+    lines = [line for line in lines if int(line.split(",")[0]) <= step]
+    text = "\n".join([",".join(METRICS), *lines, ""])
+    write_atomically(path, lambda file: file.write(text.encode()))
+    with contextlib.suppress(ImportError):
+        from torch.utils.tensorboard import SummaryWriter
+        board = SummaryWriter(out_dir, purge_step=step + 1)
+    say(f"TensorBoard: {f'tensorboard --logdir {out_dir}' if board else 'off, not installed'}")
+
+    def log(row: dict, bar: tqdm) -> None:
+        with open(path, "a") as file:
+            file.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
+        for name in row.keys() - METRICS[:3] if board else ():
+            board.add_scalar(name, row[name], row["step"])
+        text = (f"loss {row['loss']:.4f}, rate {row['learning_rate']:.2e}, "
+                f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_share']:.0%} of peak, "
+                f"{row['memory_gb']:.1f} GB")
+        bar.set_postfix_str(text)
+        if bar.disable:
+            say(f"step {row['step']:,}/{bar.total:,}: {text}")
+
+    return dict(zip(METRICS, lines[-1].split(","))) if lines else {}, log
+
+def describe_run(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
+                 steps: int, first: int, peak: float) -> None:
+    """Say what the settings come to. Raises UserError if out_dir's disk has too little space."""
+    weights, step_tokens = sum(w.numel() for w in model.parameters()), config.batch_size * config.seq_len
+    hours = (steps - first) * step_tokens * flops_per_token(model, config.seq_len) / peak / 3600
+    say(f"model: {weights:,} parameters\nsteps: {first:,} to {steps:,}, {step_tokens:,} tokens each, "
+        f"{steps * config.batch_size / rows:.2f} epochs of {rows:,} sequences\ndevice: {device}, "
+        f"{config.dtype}, {peak / 1e12:.2f} TFLOP/s in a matrix product; at 40 % of it "
+        f"{hours / WORLD / 0.4:.2f} hours to go")
+    check_disk(config.out_dir, 4 * weights * (3 * 3 + 1), "three checkpoints and the model")
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """A list that gets the number of the first SIGINT or SIGTERM; a second ends the process."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarray, at_once: int,
+                  autocast: Callable, scaler: torch.amp.GradScaler) -> torch.Tensor:
+    """Add up the gradient of the mean loss over all labels of a step; returns the sum in nats.
+
+    A mean of the micro-batches' means would give the labels of short rows more weight. Each
+    process takes its share of the rows; DistributedDataParallel averages, hence the x WORLD.
+    """
+    device, labels_of_step = next(model.parameters()).device, dataset.count_labels(rows)
+    nats, mine = torch.zeros((), device=device), rows[RANK::WORLD]
+    for i in range(0, len(mine), at_once):
+        batch = dataset.batch(mine[i : i + at_once])
+        if device.type == "cuda":  # copies from pinned memory need no waiting for
+            batch = [tensor.pin_memory() for tensor in batch]
+        model.require_backward_grad_sync = i + at_once == len(mine)  # only the last exchanges
+        with autocast():
+            loss = model(*(tensor.to(device, non_blocking=True) for tensor in batch))
+        scaler.scale(loss * (WORLD / labels_of_step)).backward()
+        nats += loss.detach()
+    return nats
+
+def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) -> dict:
+    """Train, from the newest checkpoint in out_dir if there is one; returns the last metrics."""
+    checkpoint = load_checkpoint(config.out_dir)
+    saved = checkpoint["config"] if checkpoint else {}
+    device, config.dtype = choose_device(
+        config.device, saved.get("dtype", "auto") if config.dtype == "auto" else config.dtype)
+    dataset, validation, rows, steps, fingerprint = plan_run(
+        model_config, config, tokenizer, checkpoint)
+    torch.manual_seed(config.seed)  # the one use of chance: the rest is a function of the step
+    model = LlamaForPretraining(model_config)
+    if config.init_from and not checkpoint:
+        model.load_state_dict(load_weights(config.init_from))
+    optimizers = make_optimizers(model.to(device), config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
+    first = tokens = 0
+    if checkpoint:
+        first, tokens = checkpoint["step"], checkpoint["tokens"]
+        model.load_state_dict(checkpoint["model"])
+        for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
+            now = optimizer.state_dict()["param_groups"]  # the settings of now, not of then
+            optimizer.load_state_dict(dict(state, param_groups=now))
+        scaler.load_state_dict(checkpoint["scaler"])
+        del checkpoint
+    if first >= steps and Path(config.out_dir, "model").exists():
+        say(f"--out_dir {config.out_dir}: this run of {steps:,} steps is finished")
+        return {}
+    autocast = functools.partial(torch.autocast, device.type, getattr(torch, config.dtype),
+                                 enabled=config.dtype != "float32")
+    peak = measure_peak(device, config.dtype)
+    describe_run(model, config, device, rows, steps, first, peak)
+    with autocast():
+        check_causality(model, device)
+        if config.compile or config.compile is None and device.type != "mps" and os.name == "posix":
+            batch = dataset.batch(np.zeros(config.micro_batch_size, int))
+            compile_model(model, [tensor.to(device) for tensor in batch])
+    parallel = model
+    if WORLD > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        parallel = nn.parallel.DistributedDataParallel(model)
+    row, log = resume_log(config.out_dir, first)
+    seconds = float(row.get("seconds", 0))
+    nats, labels, bad, start = torch.zeros((), device=device), 0, 0, time.monotonic()
+
+    with caught_signals() as caught, tqdm(total=steps, initial=first, unit="step",
+                                          disable=True if RANK else None) as bar:
+        for step in range(first, steps):
+            chosen = rows_of_step(step, config.batch_size, rows, config.seed)
+            part = add_gradients(parallel, dataset, chosen, config.micro_batch_size, autocast, scaler)
+            rate = learning_rate_at(step, steps, config)
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
+            if math.isfinite(norm):  # .item() was the one time that the step waits for the device
+                for optimizer in optimizers:
+                    optimizer.step()
+                bad, nats, labels = 0, nats + part, labels + dataset.count_labels(chosen)
+            elif scaler.get_scale() <= 1:  # else float16's scale was too large, and is halved now
+                bad += 1
+                say(f"step {step + 1}: not applied, the gradient's norm is {norm}")
+            scaler.update()
+            model.zero_grad(set_to_none=True)
+
+            done = step + 1
+            tokens += dataset.count_labels(chosen)
+            bar.update()
+            if WORLD > 1:  # all stop together
+                signals = torch.tensor(caught[:1] or [0], device=device)
+                dist.all_reduce(signals, dist.ReduceOp.MAX)
+                caught[:] = [number for number in signals.tolist() if number]
+            ending = done == steps or caught
+            evaluating = validation and (done == steps or done % config.eval_every == 0)
+            if ending or evaluating or done % config.log_every == 0:
+                if WORLD > 1:
+                    dist.all_reduce(nats)
+                speed = labels / (time.monotonic() - start)
+                seconds += time.monotonic() - start
+                row = dict(step=done, tokens=tokens, seconds=round(seconds, 3),
+                           loss=nats.item() / max(1, labels), learning_rate=rate, grad_norm=norm,
+                           tokens_per_second=speed, memory_gb=memory_gb(device), peak_share=speed
+                           * flops_per_token(model, config.seq_len) / (peak * WORLD))
+                if evaluating:
+                    with autocast():
+                        row["val_loss"] = evaluate(model, validation, config.micro_batch_size)
+                        sample = "".join(generate(model, tokenizer, "", config))
+                    row["bits_per_byte"] = (row["val_loss"] / math.log(2) / fingerprint["val_bytes"]
+                                            * validation.count_labels(np.arange(len(validation))))
+                    say(f"step {done:,}: validation loss {row['val_loss']:.4f}, perplexity "
+                        f"{math.exp(row['val_loss']):.2f}, {row['bits_per_byte']:.4f} bits per byte;"
+                        f" a sample:\n{sample}")
+                log(row, bar)
+                nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
+            if bad == 10:
+                raise UserError("the gradient was not finite 10 times in a row; try a lower "
+                                "--learning_rate; the last checkpoint is from before")
+            if RANK == 0 and not bad and (ending or done % config.save_every == 0):
+                save_checkpoint(config.out_dir, dict(
+                    model=model.state_dict(), optimizer=[o.state_dict() for o in optimizers],
+                    scaler=scaler.state_dict(), step=done, tokens=tokens, fingerprint=fingerprint,
+                    config=asdict(model_config) | asdict(config),
+                    versions=dict(torch=str(torch.__version__), numpy=np.__version__)))
+            if caught and done < steps:
+                say(f"stopped after step {done:,} and saved: the same command goes on from there")
+                raise SystemExit(128 + caught[0])
+    if RANK == 0:
+        card = "\n\n".join([
+            "A Llama pretrained with train_llama.py. Load it with transformers: "
+            "`AutoModelForCausalLM.from_pretrained(folder)`.",
+            f"Tokens seen: {tokens:,}. Last metrics: {row}", f"Settings: {asdict(config)}"])
+        export_model(model, tokenizer, config.out_dir, config.seq_len, card)
+    return row
+
+def continue_prompt(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Print the prompt and the text that the model in out_dir, finished or not, lets follow."""
+    if not (checkpoint := load_checkpoint(config.out_dir)):
+        raise UserError(f"--out_dir {config.out_dir} has no checkpoint to take a model from")
+    saved = checkpoint["config"]
+    if checkpoint["fingerprint"]["tokenizer"] != hashlib.sha256(tokenizer.to_str().encode()).hexdigest():
+        raise UserError(f"--tokenizer_path {config.tokenizer_path} is not the tokenizer of this "
+                        f"model, which was {saved['tokenizer_path']}")
+    model = LlamaForPretraining(LlamaConfig(**{f.name: saved[f.name] for f in fields(LlamaConfig)}))
+    model.load_state_dict(checkpoint["model"])
+    device, dtype = choose_device(config.device, saved["dtype"])
+    config.seq_len = saved["seq_len"]
+    print(config.prompt, end="")
+    with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
+        for text in generate(model.to(device), tokenizer, config.prompt, config):
+            print(text, end="", flush=True)
+    print()
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the flags, check them, and train, or let the model write."""
+    s = parse_flags(argv, [LlamaConfig, TrainConfig], DEMO)
+    check_settings(s)
+    tokenizer = load_tokenizer(s.tokenizer_path)
+    s.vocab_size = tokenizer.get_vocab_size()
+    model_config, config = (kind(**{field.name: getattr(s, field.name) for field in fields(kind)})
+                            for kind in (LlamaConfig, TrainConfig))
+    try:
+        if config.prompt is not None:
+            return continue_prompt(config, tokenizer)
+        lock, owner = FileLock(Path(config.out_dir, "lock")), Path(config.out_dir, "lock.owner")
+        with lock.acquire(timeout=0) if RANK == 0 else contextlib.nullcontext():
+            owner.write_text(str(os.getpid()))
+            row = train(model_config, config, tokenizer)
+        if s.demo and row:
+            from train_tokenizer import report_demo
+            report_demo(config, row["bits_per_byte"])
+            config.prompt = "class Stack:\n    def "
+            continue_prompt(config, tokenizer)
+    except Timeout:
+        raise UserError(f"--out_dir {config.out_dir} is in use by process {owner.read_text()}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise UserError(f"out of memory: lower --micro_batch_size (now {s.micro_batch_size}); "
+                            "the result does not change") from None
+        raise
+
+if __name__ == "__main__":
+    main()
