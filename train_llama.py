@@ -7,16 +7,14 @@
     torchrun --nproc_per_node 2 train_llama.py                          # two GPUs
 
 Whatever interrupts a run, the same command goes on where it stopped.
-
-Contents: 1 Settings, 2 Model, 3 Data, 4 Optimiser and schedule, 5 Checkpoints,
-          6 Evaluation and sampling, 7 Export, 8 Training.
-Shapes:   B sequences in a micro-batch, T tokens in a sequence, C hidden size, N heads,
-          K key-value heads, D = C / N size of a head, V vocabulary size.
+Contents: 1 Settings, 2 Model, 3 Data, 4 Optimiser and schedule, 5 Checkpoints, 6 Evaluation and
+sampling, 7 Export, 8 Training. Shapes: B sequences in a micro-batch, T tokens in a sequence, C
+hidden size, N heads, K key-value heads, D = C / N size of a head, V vocabulary size.
 """
 from __future__ import annotations
 
 import argparse, contextlib, functools, glob, hashlib, inspect, io, json, math, os, re, shutil
-import signal, struct, sys, sysconfig, tempfile, time, zipfile, zlib
+import signal, sys, sysconfig, tempfile, time, zipfile, zlib
 from collections import Counter
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -96,20 +94,24 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     num_key_value_heads=2, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
     train_tokens=1_800_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40,
     eval_every=150, save_every=150)
-RULES = (  # what must hold of the settings, besides that numbers are not below 0
-    "hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
-    "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
-    "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
-    "optimizer in ('adamw', 'muon')", "schedule in ('cosine', 'wsd')",
-    "dtype in ('auto', 'bfloat16', 'float16', 'float32')")
+RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
+         "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
+         "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
+         "optimizer in ('adamw', 'muon')", "schedule in ('cosine', 'wsd')",
+         "dtype in ('auto', 'bfloat16', 'float16', 'float32')")
 MAY_BE_ZERO = ("val_every min_learning_rate warmup_steps weight_decay grad_clip seed temperature "
-               "top_k max_new_tokens").split()
+               "top_k max_new_tokens").split()  # all other numbers are above 0
 SPECIAL_TOKENS = ["[PAD]", "[BOT]", "[EOT]", "[UNK]"]  # padding, begin and end of text, unknown
 PAD, BOT, EOT, UNK = range(4)  # their ids
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
 
 class UserError(SystemExit):
     """A mistake that the user can mend: Python prints its sentence, and no traceback."""
+
+def need(fact: object, sentence: str) -> None:
+    """Raise UserError with the sentence if something is not as it must be."""
+    if not fact:
+        raise UserError(sentence)
 
 def say(text: str) -> None:
     """Print a line, from the first process only, without breaking the progress bar."""
@@ -123,16 +125,16 @@ def parse_flags(argv: list[str] | None, configs: list[type], demo: dict) -> argp
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="%(prog)s [--flag value ...]")
     parser.error = lambda text: sys.exit(f"{parser.prog}: {text} (--help lists the flags)")
     parser.add_argument("--demo", action="store_true", help="needs minutes, no GPU, no network")
-    for config in configs:
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), re.M))
-        for name, field in ((f.name, f) for f in fields(config) if f.default is not MISSING):
-            default = demo.get(name, field.default) if "--demo" in argv else field.default
-            kind = {"int": int, "float": float}.get(field.type, str)
-            form = (dict(action=argparse.BooleanOptionalAction) if "bool" in field.type
-                    else dict(type=kind, metavar=kind.__name__))
-            parser.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]),
-                                help=f"{comments[name]} (default: {default})", default=default,
-                                **form)
+    source = "".join(map(inspect.getsource, configs))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    for field in (f for config in configs for f in fields(config) if f.default is not MISSING):
+        default = demo.get(field.name, field.default) if "--demo" in argv else field.default
+        kind = {"int": int, "float": float}.get(field.type, str)
+        form = dict(type=kind, metavar=kind.__name__) if "bool" not in field.type else dict(
+            action=argparse.BooleanOptionalAction)
+        names = dict.fromkeys(("--" + field.name, "--" + field.name.replace("_", "-")))
+        parser.add_argument(*names, default=default, **form,
+                            help=f"{comments[field.name]} (default: {default})")
     return parser.parse_args(argv)
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -156,26 +158,20 @@ def check_settings(s: argparse.Namespace) -> None:
         with contextlib.suppress(ZeroDivisionError):  # a zero was noted above
             if not eval(rule, {**vars(s), "processes": WORLD}):
                 given = [f"--{n} {v}" for n, v in vars(s).items() if re.search(rf"\b{n}\b", rule)]
-                given += [f"{WORLD} processes"] if "processes" in rule else []
-                faults.append(f"{' '.join(given)}: {rule} must hold")
-
-    def try_to_write(folder: str) -> None:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-
-    attempts = dict(device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")),
-                    tokenizer_path=load_tokenizer, init_from=lambda path: path and load_weights(path))
+                faults.append(f"{' '.join(given)} ({WORLD} processes): {rule} must hold")
+    tries = dict(device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")),
+                 tokenizer_path=load_tokenizer, init_from=lambda path: path and load_weights(path))
     if s.prompt is None:
-        attempts |= dict(cache_dir=try_to_write, out_dir=try_to_write)
-    for flag, attempt in attempts.items():
+        tries |= dict.fromkeys(("cache_dir", "out_dir"), lambda folder: (
+            os.makedirs(folder, exist_ok=True), tempfile.TemporaryFile(dir=folder).close()))
+    for flag, attempt in tries.items():
         try:
             attempt(getattr(s, flag))
         except UserError as error:
             faults.append(str(error))
         except (RuntimeError, AssertionError, OSError) as error:
             faults.append(f"--{flag} {getattr(s, flag)}: {str(error).splitlines()[0]}")
-    if faults:
-        raise UserError("\n".join(faults))
+    need(not faults, "\n".join(faults))
 
 # ---- 2 Model -------------------------------------------------------------------------------------
 # A Llama (arXiv:2302.13971): embed the tokens, let each layer add what attention and an MLP make
@@ -249,8 +245,8 @@ class LlamaModel(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config)
+                                    for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # arXiv:1910.07467
         self.rotary_emb = RotaryEmbedding(config)
 
@@ -264,13 +260,12 @@ class LlamaForPretraining(nn.Module):
     """The model and its head; state_dict() has the keys of Hugging Face's LlamaForCausalLM."""
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.config = config
-        self.model = LlamaModel(config)
+        self.config, self.model = config, LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Each layer adds twice to the residual stream; smaller last projections keep the sum's
-        # variance the same at every depth (GPT-2).
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
+                # Each layer adds twice to the residual stream; smaller last projections keep the
+                # sum's variance the same at every depth (GPT-2).
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * config.num_hidden_layers) ** (0.5 * last))
         if config.tie_word_embeddings:
@@ -290,8 +285,7 @@ class LlamaForPretraining(nn.Module):
 def flops_per_token(model: LlamaForPretraining, seq_len: int) -> int:
     """Floating-point operations for one token, forward and backward (arXiv:2204.02311, app. B).
 
-    A weight that multiplies costs 2 forward and 4 backward. Attention's scores and sums cost
-    3 x 2 x 2 x C x T in each layer, halved because no token looks ahead.
+    Each weight that multiplies costs 2 + 4; scores and sums 3 x 4 x C x T a layer, half if causal.
     """
     matrices = sum(w.numel() for w in model.model.layers.parameters() if w.dim() == 2)
     attention = 6 * model.config.num_hidden_layers * model.config.hidden_size * seq_len
@@ -306,10 +300,7 @@ WINDOW = 65_536  # blocks are shuffled inside windows of so many: the disk's cac
 SURROGATES = re.compile("[\ud800-\udfff]")  # what stands in a string where no character was
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: str = "") -> None:
-    """Write a file that is there whole or not at all, even when the disk is full or power fails.
-
-    The one before it may be kept under the name `keep`. Raises UserError.
-    """
+    """Write a file that is there whole or not at all, whatever fails; the old one may be kept."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w+b") as file:
@@ -337,18 +328,17 @@ def find_files(dataset: str) -> tuple[list[str], str]:
                   and not (dataset == STDLIB and left_out.search(name))}.values())
     kinds = Counter("parquet" if name.endswith(".parquet") else "json" if re.search(
         r"\.(json|jsonl|ndjson)(\.gz|\.zst)?$", name) else "text" for name in files)
-    if len(kinds) > 1:
-        raise UserError(f"--dataset {dataset} mixes kinds of files, {dict(kinds)}: name one kind, "
-                        f"such as '{dataset}/**/*.jsonl'")
-    if not files and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset):
-        raise UserError(f"--dataset {dataset}: there is no such file, folder or pattern of files")
+    need(len(kinds) < 2, f"--dataset {dataset} mixes {dict(kinds)} files: name one kind, such as "
+                         f"'{dataset}/**/*.jsonl'")
+    need(files or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset),
+         f"--dataset {dataset}: there is no such file, folder or pattern of files")
     return files, next(iter(kinds), "hub")
 
 def read_rows(files: list[str], kind: str, text_column: str) -> Iterator[dict]:
     """Rows of text or JSON-lines files, plain, .gz or .zst, line ends and all as they are.
 
-    A long text file is cut after line ends into rows of about 64 kB. Bytes that are not UTF-8
-    become surrogates. A row that is no text has an Exception in its place.
+    A long text is cut after line ends into rows of 64 kB. Bytes that are not UTF-8 become
+    surrogates. A row that is no text has an Exception in its place.
     """
     from pyarrow import input_stream  # the readers of datasets change line ends and refuse much
     for file in files:
@@ -356,15 +346,11 @@ def read_rows(files: list[str], kind: str, text_column: str) -> Iterator[dict]:
                               errors="surrogateescape", newline="\n") as stream:
             for text in stream if kind == "json" else iter(
                     lambda: stream.read(65_536) + stream.readline(1_000_000), ""):
-                row = {text_column: text}
-                if len(SURROGATES.findall(text)) + text.count("\0") > len(text) / 5:
-                    row = {text_column: ValueError(f"not UTF-8 text: {file}")}
-                elif kind == "json" and not text.isspace():
-                    try:
-                        row = {**json.loads(text)}
-                    except (ValueError, TypeError, RecursionError):
-                        row = {text_column: ValueError("no JSON object on a line")}
-                yield {**row, "__file__": file}
+                try:
+                    row = json.loads(text) | {} if kind == "json" else {text_column: text}
+                except (ValueError, TypeError, RecursionError):
+                    row = {text_column: ValueError("no JSON object on a line")}
+                yield row | {"__file__": file}
 
 def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str | None = None):
     """An IterableDataset of rows, whose state_dict() says where to go on, and its Hub revision."""
@@ -388,38 +374,28 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
         raise UserError(f"cannot open --dataset {dataset} --dataset_config '{dataset_config}' ("
                         f"{type(error).__name__}: {str(error).strip().splitlines()[0]}); without a "
                         "network use --demo or local files") from error
-    if columns and text_column not in columns:
-        raise UserError(f"--text_column {text_column} is not among the columns of {dataset}: "
-                        + ", ".join(name for name in columns if name != "__file__"))
+    need(text_column in columns or not columns, f"--text_column {text_column} is not a column of "
+         f"{dataset}, these are: {', '.join(name for name in columns if name != '__file__')}")
     return (rows.select_columns(text_column) if kind == "hub" else rows), revision
 
 def load_documents(rows: Iterable[dict], text_column: str, skipped: Counter) -> Iterator[str]:
     """The texts in the rows; `skipped` counts, by reason, those without. Raises UserError."""
     try:
         for row in rows:
-            text = row.get(text_column)
-            if not isinstance(text, str) or text.isspace() or not text:
-                skipped["blank" if isinstance(text, str) else str(text) if isinstance(
-                    text, ValueError) else f"{type(text).__name__} instead of text"] += 1
-                continue
-            if not text.isascii() and SURROGATES.search(text):
-                text = SURROGATES.sub("\ufffd", text)
-                skipped[f"kept with U+FFFD for broken characters, {row.get('__file__')}"] += 1
-            yield text
+            text, file = row.get(text_column), row.get("__file__", "in a row")
+            if not isinstance(text, str):
+                known = isinstance(text, ValueError)
+                skipped[str(text) if known else f"{type(text).__name__} instead of text"] += 1
+            elif not text or text.isspace():
+                skipped["blank"] += 1
+            elif (broken := len(SURROGATES.findall(text))) + text.count("\0") > len(text) / 5:
+                skipped[f"not UTF-8 text: {file}"] += 1
+            else:
+                skipped.update([f"kept, U+FFFD for what is not UTF-8: {file}"] * bool(broken))
+                yield SURROGATES.sub("\ufffd", text) if broken else text
     except Exception as error:  # the network, or a damaged file
         raise UserError(f"--dataset cannot be read further, start again to go on from here: "
                         f"{type(error).__name__}: {error}") from error
-
-def read_facts(stem: str, item: int) -> dict:
-    """What <stem>.json says of a token file; zeros if it is missing or says more than is there."""
-    with contextlib.suppress(FileNotFoundError):
-        facts = json.loads(Path(stem + ".json").read_text())
-        if all(os.path.getsize(facts[split]["path"]) >= facts[split]["tokens"] * item
-               for split in ("train", "val")):
-            return facts
-    return dict(documents=0, ended=False, state=None, revision=None, skipped={}, **{
-        split: dict(path=f"{stem}.{split}.u{item}", tokens=0, bytes=0, crc32=0)
-        for split in ("train", "val")})
 
 def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> dict:
     """The facts of token files with `needed` training tokens or the whole corpus, made if missing.
@@ -431,32 +407,32 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
               for name in files] or [config.dataset, config.dataset_config]
     key = json.dumps([source, config.text_column, tokenizer.to_str(), config.val_every])
     stem = os.path.join(config.cache_dir, hashlib.sha256(key.encode()).hexdigest()[:16])
-    item = 2 if tokenizer.get_vocab_size() <= 65_536 else 4
-
-    def missing(facts: dict) -> bool:
-        return not facts["ended"] and facts["train"]["tokens"] < needed
-
-    while RANK > 0 and missing(read_facts(stem, item)):
-        time.sleep(1)  # the first process writes; torchrun ends this one if that fails
-    with FileLock(stem + ".lock"):  # another run may be writing the same files
-        facts = read_facts(stem, item)
-        if new := missing(facts):
-            append_tokens(config, tokenizer, facts, item, needed, Path(stem + ".json"))
+    size = 2 if tokenizer.get_vocab_size() <= 65_536 else 4  # bytes a token
+    facts = dict(documents=0, ended=False, state=None, revision=None, skipped={}, **{
+        split: dict(path=f"{stem}.{split}.u{size}", tokens=0, bytes=0, crc32=0)
+        for split in ("train", "val")})
+    with FileLock(stem + ".lock"):  # another process may be writing the same files
+        with contextlib.suppress(FileNotFoundError):  # then all is made anew
+            found = json.loads(Path(stem + ".json").read_text())
+            for split in ("train", "val"):
+                found[split]["path"] = facts[split]["path"]  # the folder may have been moved
+                if os.path.getsize(found[split]["path"]) < found[split]["tokens"] * size:
+                    raise FileNotFoundError
+            facts = found
+        if missing := not facts["ended"] and facts["train"]["tokens"] < needed:
+            append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size)
     train, val = facts["train"], facts["val"]
-    skipped = "; ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8))
-    skipped = f"{facts['documents']:,} documents; rows skipped: {skipped or 'none'}"
-    gb = sum(file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
-    say(f"data: {config.dataset}, {len(files)} files ({kind}): {', '.join(files[:3])}; {skipped}\n"
-        f"tokens: {'written' if new else 'reused'}, {train['tokens']:,} to train on and "
-        f"{val['tokens']:,} held out, {train['bytes'] / max(1, train['tokens']):.2f} bytes each; "
-        f"{config.cache_dir} holds {gb:.2f} GB")
-    if train["tokens"] == 0:
-        raise UserError(f"--dataset {config.dataset} has no text to train on ({skipped}; "
-                        f"--val_every {config.val_every} holds out the first)")
+    skipped = ", ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8))
+    say(f"data: {config.dataset} ({len(files)} {kind} files, {', '.join(files[:3])}), "
+        f"{facts['documents']:,} documents; rows skipped: {skipped or 'none'}\ntokens: "
+        f"{'written' if missing else 'reused'}, {train['tokens']:,} to train on, {val['tokens']:,} "
+        f"held out, {train['bytes'] / max(1, train['tokens']):.2f} bytes each, {config.cache_dir}")
+    need(train["tokens"], f"--dataset {config.dataset} has no text to train on: --val_every "
+         f"{config.val_every} holds out the first of its {facts['documents']} documents")
     return facts
 
-def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, item: int, needed: int,
-                  json_path: Path) -> None:
+def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed: int, path: Path,
+                  size: int) -> None:
     """Tokenise further documents, 4 MB at a time on all cores, to the end of the token files.
 
     The facts are written after the tokens they count, so a death costs ten seconds of work.
@@ -465,13 +441,14 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, item: 
                                         facts["revision"])
     if facts["state"]:
         rows.load_state_dict(facts["state"])
-    skipped = facts["skipped"] = Counter(facts["skipped"])
-    documents, saved = load_documents(rows, config.text_column, skipped), time.monotonic()
-    train, val = facts["train"], facts["val"]
-    with (open(train["path"], "ab") as train_file, open(val["path"], "ab") as val_file,
-          tqdm(unit="B", unit_scale=True, desc="tokenising", initial=train["bytes"]) as bar):
-        train_file.truncate(train["tokens"] * item)  # what a death left beyond the facts
-        val_file.truncate(val["tokens"] * item)
+    facts["skipped"], saved = Counter(facts["skipped"]), time.monotonic()
+    documents = load_documents(rows, config.text_column, facts["skipped"])
+    splits = (train := facts["train"]), facts["val"]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(part["path"], "ab")) for part in splits]
+        bar = stack.enter_context(tqdm(desc="tokenising", unit="B", unit_scale=True))
+        for file, part in zip(files, splits):
+            file.truncate(part["tokens"] * size)  # what a death left beyond the facts
         while not facts["ended"] and train["tokens"] < needed:
             batch, room = [], 4_000_000
             while room > 0 and (text := next(documents, None)) is not None:
@@ -479,42 +456,39 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, item: 
                 room -= len(text)
             for text, encoding in zip(batch, tokenizer.encode_batch_fast(
                     batch, add_special_tokens=False)):
-                held_out = config.val_every and facts["documents"] % config.val_every == 0
-                part, file = (val, val_file) if held_out else (train, train_file)
-                file.write(ids := np.array([BOT, *encoding.ids, EOT], f"u{item}").tobytes())
-                part["tokens"] += len(ids) // item
-                part["bytes"] += len(text.encode())
-                part["crc32"] = zlib.crc32(ids, part["crc32"])
+                held_out = bool(config.val_every and facts["documents"] % config.val_every == 0)
+                ids, part = np.array([BOT, *encoding.ids, EOT], f"u{size}"), splits[held_out]
+                files[held_out].write(ids.tobytes())
+                part |= dict(tokens=part["tokens"] + len(ids), crc32=zlib.crc32(ids, part["crc32"]),
+                             bytes=part["bytes"] + len(text.encode()))
                 facts["documents"] += 1
             facts |= dict(ended=room > 0, state=rows.state_dict())
             bar.total = train["bytes"] * needed / max(1, train["tokens"])  # a forecast
-            bar.set_postfix_str(f"{facts['documents']:,} documents", refresh=False)
+            bar.set_postfix_str(f"{facts['documents']:,} documents")
             bar.update(train["bytes"] - bar.n)
             if facts["ended"] or train["tokens"] >= needed or time.monotonic() > saved + 10:
-                for file in (train_file, val_file):
+                for file in files:
                     file.flush()
                     os.fsync(file.fileno())
-                write_atomically(json_path, lambda file: file.write(json.dumps(facts).encode()))
+                write_atomically(path, lambda file: file.write(json.dumps(facts).encode()))
                 saved = time.monotonic()
 
 class PretrainingDataset(torch.utils.data.Dataset):
     """Rows of T tokens from a token file: dict(input_ids, labels), int64 tensors of shape (T,).
 
-    packing=True: row i is the block of tokens iT .. iT+T. Neighbours share a token, so that every
-    token but the first is a label exactly once. Clipping documents to T tokens would lose half of
-    FineWeb, and padding the short ones waste a third of the positions.
-    packing=False: each document has its own row, or rows. Free places at a row's right end hold
-    [PAD], and the label -100, which the loss ignores.
+    packing=True: row i is the block of tokens iT .. iT+T: every token but the first is a label
+    once. Clipped, documents would lose half of FineWeb; padded, they would waste a third.
+    packing=False: each document has its own row, or rows; free places on the right hold [PAD],
+    and as label -100, which the loss ignores.
     """
     def __init__(self, path: str, tokens: int, seq_len: int, packing: bool = True) -> None:
         self.path, self.tokens, self.seq_len, self.packing = path, tokens, seq_len, packing
-        self.rows = (-(-(tokens - 1) // seq_len) if packing
-                     else len(document_rows(path, tokens, seq_len)[0]))
+        self.rows = -(-(tokens - 1) // seq_len) if packing else len(self.spans(slice(None))[0])
 
     def __len__(self) -> int:
         return self.rows
 
-    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def spans(self, rows: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Where in the token file some rows start, and how many tokens each has, at most T + 1."""
         if not self.packing:
             starts, lengths = document_rows(self.path, self.tokens, self.seq_len)
@@ -531,8 +505,7 @@ class PretrainingDataset(torch.utils.data.Dataset):
         block = np.full((len(rows), self.seq_len + 1), PAD, dtype=np.int64)
         for row, start, length in zip(block, starts, lengths):
             row[:length] = tokens[start : start + length]
-        ignored = np.arange(1, self.seq_len + 1) >= lengths[:, None]
-        labels = np.where(ignored, -100, block[:, 1:])
+        labels = np.where(np.arange(1, self.seq_len + 1) < lengths[:, None], block[:, 1:], -100)
         return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(labels)
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
@@ -558,20 +531,18 @@ def document_rows(path: str, tokens: int, seq_len: int) -> tuple[np.ndarray, np.
 def rows_of_step(step: int, batch_size: int, rows: int, seed: int) -> np.ndarray:
     """The rows that a step trains on: a pure function, so that nothing need be saved to resume.
 
-    Positions step * batch_size + j run on through the epochs. In each epoch the rows are shuffled
-    inside fixed windows, so the order of the early rows does not depend on how many follow.
+    Positions step * batch_size + j run on through the epochs. In each, rows are shuffled inside
+    fixed windows: the order of the early ones does not depend on how many follow.
     """
-    chosen = []
-    for position in range(step * batch_size, (step + 1) * batch_size):
-        epoch, place = divmod(position, rows)
-        first = place - place % WINDOW
-        chosen.append(first + shuffled(min(WINDOW, rows - first), seed, epoch, first)[place % WINDOW])
-    return np.array(chosen)
+    places = (divmod(step * batch_size + j, rows) for j in range(batch_size))
+    return np.array([shuffled(rows, seed, epoch, place // WINDOW * WINDOW)[place % WINDOW]
+                     for epoch, place in places])
 
 @functools.lru_cache(maxsize=4)
-def shuffled(size: int, seed: int, epoch: int, first: int) -> np.ndarray:
-    """A permutation of range(size), made from raw bits, which no numpy version may change."""
-    return np.argsort(np.random.PCG64([seed, epoch, first]).random_raw(size), kind="stable")
+def shuffled(rows: int, seed: int, epoch: int, first: int) -> np.ndarray:
+    """The rows of a window in their order, made from raw bits, which no numpy may change."""
+    bits = np.random.PCG64([seed, epoch, first]).random_raw(min(WINDOW, rows - first))
+    return first + np.argsort(bits, kind="stable")
 
 # ---- 4 Optimiser and schedule --------------------------------------------------------------------
 # Small steps first, while the gradients are wild, then large ones, then ever smaller ones to settle
@@ -591,28 +562,23 @@ def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """AdamW for all weights (arXiv:1711.05101), or Muon for the layers' matrices beside it.
 
-    Muon's update is the momentum with all its singular values set to about 1; it is scaled here
-    to the size of AdamW's updates, so that one learning rate serves both (arXiv:2502.16982).
+    Muon sets the singular values of the momentum to about 1, scaled here to the size of AdamW's
+    updates, so that one learning rate serves both (arXiv:2502.16982).
     """
     muon, decayed, plain = [], [], []
     for name, weight in model.named_parameters():
         by_muon = config.optimizer == "muon" and ".layers." in name
         (plain if weight.dim() < 2 else muon if by_muon else decayed).append(weight)
-    groups = [dict(params=decayed, weight_decay=config.weight_decay),
-              dict(params=plain, weight_decay=0.0)]
-    optimizers = [torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-8,
-                                    fused=True)]
-    if muon:
-        optimizers.append(torch.optim.Muon(muon, lr=config.learning_rate, momentum=0.95,
-                                           weight_decay=config.weight_decay,
-                                           adjust_lr_fn="match_rms_adamw"))
-    return optimizers
+    rate, decay = config.learning_rate, config.weight_decay
+    adamw = torch.optim.AdamW([dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr=rate,
+                              betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, fused=True)
+    return [adamw] + [torch.optim.Muon(muon, lr=rate, momentum=0.95, weight_decay=decay,
+                                       adjust_lr_fn="match_rms_adamw")] * bool(muon)
 
 # ---- 5 Checkpoints -------------------------------------------------------------------------------
 # A checkpoint is the weights, the optimisers' state and the step: the order of the data and the
 # learning rates follow from the step. It has plain types only, so torch.load need not trust it.
 
-CHECKPOINTS = "checkpoint.pt", "checkpoint.previous.pt"
 FIXED = [field.name for field in fields(LlamaConfig)] + [  # what would make it another run
     "val_every", "packing", "seq_len", "batch_size", "optimizer", "seed"]
 
@@ -622,37 +588,35 @@ def save_checkpoint(out_dir: str, checkpoint: dict) -> None:
         torch.save(checkpoint, file)
         if damaged := zipfile.ZipFile(file).testzip():  # reads all of it against its checksums
             raise OSError(f"{damaged} was read back with a wrong checksum")
-    write_atomically(Path(out_dir, CHECKPOINTS[0]), write, keep=CHECKPOINTS[1])
+    write_atomically(Path(out_dir, "checkpoint.pt"), write, keep="checkpoint.previous.pt")
 
-def load_checkpoint(out_dir: str, names: tuple[str, ...] = CHECKPOINTS) -> dict | None:
+def load_checkpoint(out_dir: str) -> dict | None:
     """The newest whole checkpoint, in host memory; None without any, UserError if all are bad."""
-    damage = []
-    for path in (path for name in names if (path := Path(out_dir, name)).is_file()):
+    paths = [Path(out_dir, name) for name in ("checkpoint.pt", "checkpoint.previous.pt")]
+    for path in (paths := [path for path in paths if path.exists()]):
         try:
             if damaged := zipfile.ZipFile(path).testzip():  # torch.load ignores the checksums
                 raise ValueError(f"{damaged} has a wrong checksum")
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # damage shows in every way
-            damage.append(f"{path} is damaged ({type(error).__name__}: {error})")
-            say(damage[-1])
-    if damage:
-        raise UserError(f"{'; '.join(damage)}: nothing was overwritten, restore one or start anew "
-                        "in another --out_dir")
+            say(f"{path} is damaged ({type(error).__name__}: {error})")
+    need(not paths, f"--out_dir {out_dir} has no checkpoint that can be read, nothing was "
+                    "overwritten: restore one, or start anew in another folder")
     return None
 
 def load_weights(path: str) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint or in an exported model folder, for --init_from."""
-    if (checkpoint := load_checkpoint(*os.path.split(path)[:1], os.path.split(path)[1:])):
-        return checkpoint["model"]
     try:
+        if os.path.isfile(path):
+            return torch.load(path, map_location="cpu", weights_only=True)["model"]
         with open(Path(path, "model.safetensors"), "rb") as file:
-            header = json.loads(file.read(*struct.unpack("<Q", file.read(8))))
-            data = np.frombuffer(file.read(), dtype=np.float32).copy()
-    except (OSError, ValueError, struct.error) as error:
-        raise UserError(f"--init_from {path}: no checkpoint, no model folder ({error})") from error
-    header.pop("__metadata__")
-    return {name: torch.from_numpy(data[slice(*(n // 4 for n in entry["data_offsets"]))]).view(
-        entry["shape"]) for name, entry in header.items()}
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            data = torch.from_numpy(np.fromfile(file, np.float32))
+        header.pop("__metadata__")
+        return {name: data[slice(*(offset // 4 for offset in entry["data_offsets"]))].view(
+            entry["shape"]) for name, entry in header.items()}
+    except Exception as error:
+        raise UserError(f"--init_from {path} is no checkpoint or model folder: {error}") from error
 
 def check_resume(checkpoint: dict, settings: dict, fingerprint: dict, path: str) -> None:
     """Say which settings have changed; raise UserError for those that make it another run."""
@@ -661,13 +625,12 @@ def check_resume(checkpoint: dict, settings: dict, fingerprint: dict, path: str)
                if saved.get(name) != value}
     refused = [text for name, text in changed.items() if name in FIXED]
     if was["tokenizer"] != fingerprint["tokenizer"]:
-        refused.append(f"another tokenizer in --tokenizer_path {settings['tokenizer_path']}")
+        refused.append(f"the tokenizer in --tokenizer_path {settings['tokenizer_path']}")
     elif (was["tokens"] > fingerprint["tokens"]
           or was["crc32"] != zlib.crc32(map_tokens(path, was["tokens"]))):
-        refused.append(f"other text in --dataset {settings['dataset']}")
-    if refused:
-        raise UserError(f"--out_dir {settings['out_dir']} has a run with other settings ("
-                        f"{'; '.join(refused)}): set them back, or choose another --out_dir")
+        refused.append(f"the text in --dataset {settings['dataset']}")
+    need(not refused, f"--out_dir {settings['out_dir']} has a run with other settings, change them "
+                      f"back or choose another folder: {'; '.join(refused)}")
     for text in changed.values():
         say(f"changed: {text}")
 
@@ -678,12 +641,11 @@ def check_resume(checkpoint: dict, settings: dict, fingerprint: dict, path: str)
 @torch.no_grad()
 def evaluate(model: nn.Module, dataset: PretrainingDataset, batch_size: int) -> float:
     """The mean loss over a whole dataset, in nats per label; the processes share the work."""
-    device = next(model.parameters()).device
+    device, last = next(model.parameters()).device, len(dataset) - 1
     nats = torch.zeros((), device=device)
     for start in range(RANK * batch_size, len(dataset), WORLD * batch_size):
-        rows = np.arange(start, start + batch_size)
-        input_ids, labels = dataset.batch(np.minimum(rows, len(dataset) - 1))
-        labels[torch.from_numpy(rows >= len(dataset))] = -100  # all batches have the same shape
+        input_ids, labels = dataset.batch(np.arange(start, start + batch_size).clip(max=last))
+        labels[last + 1 - start :] = -100  # the last batch has the shape of the others, too
         nats += model(input_ids.to(device), labels.to(device))
     if WORLD > 1:
         dist.all_reduce(nats)
@@ -725,38 +687,40 @@ def write_safetensors(tensors: dict[str, torch.Tensor], file: BinaryIO) -> None:
         header[name] = dict(dtype="F32", shape=list(tensor.shape), data_offsets=[start, end])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    file.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
         file.write(tensor.detach().float().cpu().contiguous().numpy().tobytes())
 
-def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, out_dir: str, seq_len: int,
-                 card: str) -> None:
+def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, config: TrainConfig,
+                 tokens: int, metrics: dict) -> None:
     """Write out_dir/model, under another name first, so that it is there whole or not at all."""
-    ids = dict(bos_token_id=BOT, eos_token_id=EOT, pad_token_id=PAD)
-    weights = model.state_dict()
+    card = ("A Llama, pretrained with train_llama.py. To load it in Python:\n`transformers."
+            "AutoModelForCausalLM.from_pretrained(folder)`\n\n"
+            f"Tokens seen: {tokens:,}. Last metrics: {metrics}.\n\nSettings: {asdict(config)}.\n")
+    ids, weights = dict(bos_token_id=BOT, eos_token_id=EOT, pad_token_id=PAD), model.state_dict()
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
     contents = {
         "config.json": asdict(model.config) | ids | dict(
             architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
             head_dim=model.config.hidden_size // model.config.num_attention_heads,
-            attention_bias=False, mlp_bias=False, torch_dtype="float32",
-            max_position_embeddings=seq_len),  # as many as it has been trained on
+            max_position_embeddings=config.seq_len, torch_dtype="float32"),  # as it was trained
         "generation_config.json": ids | dict(do_sample=True, temperature=0.8, top_k=50,
                                              max_new_tokens=64),
         "tokenizer_config.json": dict(  # without it, transformers 4 guesses another tokenizer
             tokenizer_class="PreTrainedTokenizerFast", pad_token="[PAD]", bos_token="[BOT]",
-            eos_token="[EOT]", unk_token="[UNK]", model_max_length=seq_len,
+            eos_token="[EOT]", unk_token="[UNK]", model_max_length=config.seq_len,
             split_special_tokens=True, clean_up_tokenization_spaces=False,
             model_input_names=["input_ids", "attention_mask"]),
-        "tokenizer.json": json.loads(tokenizer.to_str()), "README.md": card}
-    new, old, folder = (Path(out_dir, name) for name in ("model.new", "model.old", "model"))
+        "tokenizer.json": json.loads(tokenizer.to_str())}
+    new, old, folder = (Path(config.out_dir, name) for name in ("model.new", "model.old", "model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     new.mkdir()
     for name, content in contents.items():
-        text = content if name == "README.md" else json.dumps(content, ensure_ascii=False, indent=1)
-        write_atomically(new / name, lambda file: file.write(text.encode()))
+        text = json.dumps(content, ensure_ascii=False, indent=1).encode()
+        write_atomically(new / name, lambda file: file.write(text))
+    write_atomically(new / "README.md", lambda file: file.write(card.encode()))
     write_atomically(new / "model.safetensors", lambda file: write_safetensors(weights, file))
     if folder.exists():
         os.replace(folder, old)
@@ -791,16 +755,25 @@ def choose_device(name: str, dtype: str) -> tuple[torch.device, str]:
 
 def measure_peak(device: torch.device, dtype: str) -> float:
     """The FLOP/s that this device reaches in a large matrix product: what 100 % means here."""
-    size, best = 1024 if device.type == "cpu" else 8192, math.inf
+    size, times = 1024 if device.type == "cpu" else 8192, []
     a = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     a = a.to(device, getattr(torch, dtype))
     for _ in range(5):
         start = time.perf_counter()
-        for _ in range(8):
-            product = a @ a
-        product[0, 0].item()  # waits until the device is done
-        best = min(best, time.perf_counter() - start)
-    return 8 * 2 * size**3 / best
+        products = [a @ a for _ in range(8)]
+        products[-1][0, 0].item()  # waits until the device is done
+        times.append(time.perf_counter() - start)
+    return 8 * 2 * size**3 / min(times)
+
+def memory_gb(device: torch.device) -> float:
+    """The most memory used so far, by torch on a GPU, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    with contextlib.suppress(ImportError):  # there is none on Windows
+        import resource
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return 0.0
 
 def compile_model(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
     """torch.compile the forward pass with its loss, in place; say so where that does not work."""
@@ -820,9 +793,8 @@ def check_causality(model: LlamaForPretraining, device: torch.device) -> None:
     one = torch.arange(32, device=device)[None] % model.config.vocab_size
     two = torch.cat((one[:, :-1], one[:, :1]), dim=1)
     a, b = (model.lm_head(model.model(ids))[0, :-1].float() for ids in (one, two))
-    if not torch.allclose(a, b, rtol=1e-3, atol=1e-3):
-        raise UserError(f"--device {device}: attention sees the future here, a fault of torch "
-                        f"{torch.__version__}; use --dtype float32 or --device cpu")
+    need(torch.allclose(a, b, rtol=1e-3, atol=1e-3), f"--device {device}: attention sees the "
+         f"future, a fault of torch {torch.__version__}: use --dtype float32 or --device cpu")
 
 def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer,
              checkpoint: dict | None) -> tuple:
@@ -831,102 +803,47 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
     windows = -(-sequences // WINDOW)  # whole ones: a part would be shuffled anew when it grows
     if not config.packing:  # rows are not full, and [BOT] is never a label
         windows = math.ceil(1.5 * (windows + 1))
-    needed = windows * WINDOW * config.seq_len + 1
-    facts = prepare_tokens(config, tokenizer, needed)
-    train, val, ended = facts["train"], facts["val"], facts["train"]["tokens"] <= needed and facts["ended"]
-    now = dict(tokens=min(needed, train["tokens"]), val_tokens=val["tokens"], val_bytes=val["bytes"],
+    facts = prepare_tokens(config, tokenizer, windows * WINDOW * config.seq_len + 1)
+    train, val = facts["train"], facts["val"]
+    now = dict(tokens=train["tokens"], crc32=train["crc32"], val_tokens=val["tokens"],
+               val_bytes=val["bytes"],
                tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
-    if checkpoint:
+    if checkpoint:  # the held-out text stays the same, so that losses can be compared
         check_resume(checkpoint, asdict(model_config) | asdict(config), now, train["path"])
         now |= {name: checkpoint["fingerprint"][name] for name in ("val_tokens", "val_bytes")}
-    now["crc32"] = zlib.crc32(map_tokens(train["path"], now["tokens"]))
     dataset, validation = (
         PretrainingDataset(path, tokens, config.seq_len, config.packing) if tokens else None
         for path, tokens in ((train["path"], now["tokens"]), (val["path"], now["val_tokens"])))
-    rows, labels = len(dataset), dataset.count_labels(np.arange(len(dataset))) / len(dataset)
-    if not ended:
-        rows -= rows % WINDOW
-    steps = math.ceil(config.train_tokens / (config.batch_size * labels))
-    if ended:
+    rows = len(dataset) if facts["ended"] else len(dataset) // WINDOW * WINDOW
+    some = np.arange(min(rows, WINDOW))  # enough to know how full rows are, and never changed
+    steps = math.ceil(config.train_tokens / (
+        config.batch_size * dataset.count_labels(some) / len(some)))
+    if facts["ended"]:
         steps = min(steps, int(config.max_epochs * rows) // config.batch_size)
-    if config.warmup_steps >= steps:
-        raise UserError(f"--warmup_steps {config.warmup_steps} must be below the number of steps: "
-                        f"--train_tokens and {rows:,} sequences of --seq_len {config.seq_len}, "
-                        f"--batch_size {config.batch_size} at a time, give {steps:,}")
+    need(config.warmup_steps < steps, f"--warmup_steps {config.warmup_steps} must be below the "
+         f"{steps:,} steps of --batch_size {config.batch_size} that --train_tokens and {rows:,} "
+         f"sequences of --seq_len {config.seq_len} give")
     return dataset, validation, rows, steps, now
 
-def check_disk(folder: str, needed: float, what: str) -> None:
-    """Say how much space is needed and free; raise UserError if it is too little."""
-    free = shutil.disk_usage(folder).free
-    say(f"disk: {needed / 1e9:.2f} GB for {what} in {folder}, {free / 1e9:.1f} GB are free")
-    if free < needed:
-        raise UserError(f"too little free space for {what} in --out_dir or --cache_dir {folder}")
-
-def memory_gb(device: torch.device) -> float:
-    """The most memory used so far, by torch on a GPU, else by this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0.0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-def resume_log(out_dir: str, step: int) -> tuple[dict, Callable]:
-    """The last row logged up to `step`, and a function that logs one; later rows are dropped."""
-    if RANK > 0:
-        return {}, lambda row, bar: None
+def open_log(out_dir: str, step: int) -> tuple[float, Callable[[dict], None]]:
+    """The seconds trained up to `step`, and a function that logs a row; later rows are dropped."""
     path, board = Path(out_dir, "metrics.csv"), None
-    lines = path.read_text().splitlines()[1:] if step and path.exists() else []
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
     lines = [line for line in lines if int(line.split(",")[0]) <= step]
-    text = "\n".join([",".join(METRICS), *lines, ""])
-    write_atomically(path, lambda file: file.write(text.encode()))
+    text = "\n".join([",".join(METRICS), *lines, ""]).encode()
+    write_atomically(path, lambda file: file.write(text))
     with contextlib.suppress(ImportError):
         from torch.utils.tensorboard import SummaryWriter
         board = SummaryWriter(out_dir, purge_step=step + 1)
-    say(f"TensorBoard: {f'tensorboard --logdir {out_dir}' if board else 'off, not installed'}")
+    say(f"metrics: {path}, TensorBoard {'on' if board else 'not installed'}")
 
-    def log(row: dict, bar: tqdm) -> None:
+    def log(row: dict) -> None:
         with open(path, "a") as file:
             file.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
         for name in row.keys() - METRICS[:3] if board else ():
             board.add_scalar(name, row[name], row["step"])
-        text = (f"loss {row['loss']:.4f}, rate {row['learning_rate']:.2e}, "
-                f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_share']:.0%} of peak, "
-                f"{row['memory_gb']:.1f} GB")
-        bar.set_postfix_str(text)
-        if bar.disable:
-            say(f"step {row['step']:,}/{bar.total:,}: {text}")
 
-    return dict(zip(METRICS, lines[-1].split(","))) if lines else {}, log
-
-def describe_run(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
-                 steps: int, first: int, peak: float) -> None:
-    """Say what the settings come to. Raises UserError if out_dir's disk has too little space."""
-    weights, step_tokens = sum(w.numel() for w in model.parameters()), config.batch_size * config.seq_len
-    hours = (steps - first) * step_tokens * flops_per_token(model, config.seq_len) / peak / 3600
-    say(f"model: {weights:,} parameters\nsteps: {first:,} to {steps:,}, {step_tokens:,} tokens each, "
-        f"{steps * config.batch_size / rows:.2f} epochs of {rows:,} sequences\ndevice: {device}, "
-        f"{config.dtype}, {peak / 1e12:.2f} TFLOP/s in a matrix product; at 40 % of it "
-        f"{hours / WORLD / 0.4:.2f} hours to go")
-    check_disk(config.out_dir, 4 * weights * (3 * 3 + 1), "three checkpoints and the model")
-
-@contextlib.contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """A list that gets the number of the first SIGINT or SIGTERM; a second ends the process."""
-    caught: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return float(lines[-1].split(",")[2]) if lines else 0.0, log
 
 def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarray, at_once: int,
                   autocast: Callable, scaler: torch.amp.GradScaler) -> torch.Tensor:
@@ -948,59 +865,98 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
         nats += loss.detach()
     return nats
 
-def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) -> dict:
-    """Train, from the newest checkpoint in out_dir if there is one; returns the last metrics."""
-    checkpoint = load_checkpoint(config.out_dir)
-    saved = checkpoint["config"] if checkpoint else {}
-    device, config.dtype = choose_device(
-        config.device, saved.get("dtype", "auto") if config.dtype == "auto" else config.dtype)
-    dataset, validation, rows, steps, fingerprint = plan_run(
-        model_config, config, tokenizer, checkpoint)
+def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.device,
+                checkpoint: dict | None) -> tuple:
+    """The model, its optimisers and float16's scaler, new or as the checkpoint has them."""
     torch.manual_seed(config.seed)  # the one use of chance: the rest is a function of the step
     model = LlamaForPretraining(model_config)
-    if config.init_from and not checkpoint:
-        model.load_state_dict(load_weights(config.init_from))
     optimizers = make_optimizers(model.to(device), config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
-    first = tokens = 0
     if checkpoint:
-        first, tokens = checkpoint["step"], checkpoint["tokens"]
         model.load_state_dict(checkpoint["model"])
         for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
             now = optimizer.state_dict()["param_groups"]  # the settings of now, not of then
-            optimizer.load_state_dict(dict(state, param_groups=now))
-        scaler.load_state_dict(checkpoint["scaler"])
-        del checkpoint
+            optimizer.load_state_dict(state | dict(param_groups=now))
+        if checkpoint["scaler"]:  # it is empty but for float16
+            scaler.load_state_dict(checkpoint["scaler"])
+    elif config.init_from:
+        try:
+            model.load_state_dict(load_weights(config.init_from))
+        except RuntimeError as error:
+            raise UserError(f"--init_from {config.init_from} has another shape: {error}") from None
+    return model, optimizers, scaler
+
+def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
+             first: int, steps: int, peak: float) -> None:
+    """Say what the settings come to. Raises UserError if the disk has too little space."""
+    weights, tokens = sum(w.numel() for w in model.parameters()), config.batch_size * config.seq_len
+    gb, free = 40e-9 * weights, shutil.disk_usage(config.out_dir).free / 1e9
+    hours = (steps - first) * tokens * flops_per_token(model, config.seq_len) / (0.4 * peak) / 3600
+    say(f"model: {weights:,} parameters\nsteps: {first:,} to {steps:,}, {tokens:,} tokens each, "
+        f"{steps * config.batch_size / rows:.2f} epochs of {rows:,} sequences\ndevice: {device}, "
+        f"{config.dtype}, {peak / 1e12:.2f} TFLOP/s in a matrix product; at 40 % of that "
+        f"{hours:.2g} hours to go\ndisk: {gb:.2f} GB for three checkpoints and the model in "
+        f"{config.out_dir}, {free:.1f} GB are free")
+    need(gb < free, f"--out_dir {config.out_dir} has too little free space")
+
+def validate(model: nn.Module, dataset: PretrainingDataset, tokenizer: Tokenizer,
+             config: TrainConfig, text_bytes: int, step: int) -> dict:
+    """The held-out loss in nats per token and in bits per byte; prints them and a sample."""
+    loss = evaluate(model, dataset, config.micro_batch_size)
+    bits = loss * dataset.count_labels(np.arange(len(dataset))) / math.log(2) / text_bytes
+    sample = "".join(generate(model, tokenizer, "", config))
+    say(f"step {step:,}: held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {bits:.4f} "
+        f"bits per byte, and a sample:\n{sample}")
+    return dict(val_loss=loss, bits_per_byte=bits)
+
+def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) -> dict:
+    """Train, from the newest checkpoint in out_dir if there is one; returns the last metrics."""
+    checkpoint = load_checkpoint(config.out_dir)
+    first, tokens, saved = 0, 0, config.dtype
+    if checkpoint:
+        first, tokens = checkpoint["step"], checkpoint["tokens"]
+        saved = checkpoint["config"]["dtype"] if saved == "auto" else saved
+    device, config.dtype = choose_device(config.device, saved)
+    dataset, validation, rows, steps, fingerprint = plan_run(
+        model_config, config, tokenizer, checkpoint)
     if first >= steps and Path(config.out_dir, "model").exists():
         say(f"--out_dir {config.out_dir}: this run of {steps:,} steps is finished")
         return {}
+    model, optimizers, scaler = start_model(model_config, config, device, checkpoint)
+    del checkpoint  # as large as the three
     autocast = functools.partial(torch.autocast, device.type, getattr(torch, config.dtype),
                                  enabled=config.dtype != "float32")
-    peak = measure_peak(device, config.dtype)
-    describe_run(model, config, device, rows, steps, first, peak)
+    peak = measure_peak(device, config.dtype) * WORLD
+    describe(model, config, device, rows, first, steps, peak)
     with autocast():
         check_causality(model, device)
         if config.compile or config.compile is None and device.type != "mps" and os.name == "posix":
             batch = dataset.batch(np.zeros(config.micro_batch_size, int))
             compile_model(model, [tensor.to(device) for tensor in batch])
-    parallel = model
+    parallel, start = model, time.monotonic()
     if WORLD > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         parallel = nn.parallel.DistributedDataParallel(model)
-    row, log = resume_log(config.out_dir, first)
-    seconds = float(row.get("seconds", 0))
-    nats, labels, bad, start = torch.zeros((), device=device), 0, 0, time.monotonic()
+    seconds, log = open_log(config.out_dir, first) if RANK == 0 else (0.0, lambda row: None)
+    nats, labels, bad, row, caught = torch.zeros((), device=device), 0, 0, {}, []
 
-    with caught_signals() as caught, tqdm(total=steps, initial=first, unit="step",
-                                          disable=True if RANK else None) as bar:
+    def stop(number: int, frame: object) -> None:
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, stop))
+        bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step",
+                                       disable=True if RANK else None))
         for step in range(first, steps):
             chosen = rows_of_step(step, config.batch_size, rows, config.seed)
-            part = add_gradients(parallel, dataset, chosen, config.micro_batch_size, autocast, scaler)
-            rate = learning_rate_at(step, steps, config)
+            part = add_gradients(parallel, dataset, chosen, config.micro_batch_size, autocast,
+                                 scaler)
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate = learning_rate_at(step, steps, config)
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
             if math.isfinite(norm):  # .item() was the one time that the step waits for the device
                 for optimizer in optimizers:
@@ -1009,42 +965,40 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             elif scaler.get_scale() <= 1:  # else float16's scale was too large, and is halved now
                 bad += 1
                 say(f"step {step + 1}: not applied, the gradient's norm is {norm}")
+                need(bad < 10, "ten steps in a row had no finite gradient: go on from the last "
+                               "checkpoint with a lower --learning_rate")
             scaler.update()
             model.zero_grad(set_to_none=True)
 
-            done = step + 1
-            tokens += dataset.count_labels(chosen)
+            tokens, done = tokens + dataset.count_labels(chosen), step + 1
             bar.update()
             if WORLD > 1:  # all stop together
                 signals = torch.tensor(caught[:1] or [0], device=device)
                 dist.all_reduce(signals, dist.ReduceOp.MAX)
-                caught[:] = [number for number in signals.tolist() if number]
+                caught[:] = filter(None, signals.tolist())
             ending = done == steps or caught
             evaluating = validation and (done == steps or done % config.eval_every == 0)
             if ending or evaluating or done % config.log_every == 0:
                 if WORLD > 1:
                     dist.all_reduce(nats)
-                speed = labels / (time.monotonic() - start)
-                seconds += time.monotonic() - start
-                row = dict(step=done, tokens=tokens, seconds=round(seconds, 3),
-                           loss=nats.item() / max(1, labels), learning_rate=rate, grad_norm=norm,
-                           tokens_per_second=speed, memory_gb=memory_gb(device), peak_share=speed
-                           * flops_per_token(model, config.seq_len) / (peak * WORLD))
+                loss, took = nats.item() / max(1, labels), time.monotonic() - start
+                speed, seconds = labels / took, seconds + took
+                share = speed * flops_per_token(model, config.seq_len) / peak
+                row = dict(step=done, tokens=tokens, seconds=seconds, loss=loss, learning_rate=rate,
+                           grad_norm=norm, tokens_per_second=speed, peak_share=share,
+                           memory_gb=memory_gb(device))
+                text = (f"loss {loss:.4f}, rate {rate:.2e}, {speed:,.0f} tokens/s, {share:.0%} of "
+                        f"peak, {row['memory_gb']:.1f} GB")
+                bar.set_postfix_str(text)
+                if bar.disable:  # not a terminal
+                    say(f"step {done:,}/{steps:,}: {text}")
                 if evaluating:
                     with autocast():
-                        row["val_loss"] = evaluate(model, validation, config.micro_batch_size)
-                        sample = "".join(generate(model, tokenizer, "", config))
-                    row["bits_per_byte"] = (row["val_loss"] / math.log(2) / fingerprint["val_bytes"]
-                                            * validation.count_labels(np.arange(len(validation))))
-                    say(f"step {done:,}: validation loss {row['val_loss']:.4f}, perplexity "
-                        f"{math.exp(row['val_loss']):.2f}, {row['bits_per_byte']:.4f} bits per byte;"
-                        f" a sample:\n{sample}")
-                log(row, bar)
+                        row |= validate(model, validation, tokenizer, config,
+                                        fingerprint["val_bytes"], done)
+                log(row)
                 nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
-            if bad == 10:
-                raise UserError("the gradient was not finite 10 times in a row; try a lower "
-                                "--learning_rate; the last checkpoint is from before")
-            if RANK == 0 and not bad and (ending or done % config.save_every == 0):
+            if RANK == 0 and (ending or done % config.save_every == 0):
                 save_checkpoint(config.out_dir, dict(
                     model=model.state_dict(), optimizer=[o.state_dict() for o in optimizers],
                     scaler=scaler.state_dict(), step=done, tokens=tokens, fingerprint=fingerprint,
@@ -1054,21 +1008,16 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                 say(f"stopped after step {done:,} and saved: the same command goes on from there")
                 raise SystemExit(128 + caught[0])
     if RANK == 0:
-        card = "\n\n".join([
-            "A Llama pretrained with train_llama.py. Load it with transformers: "
-            "`AutoModelForCausalLM.from_pretrained(folder)`.",
-            f"Tokens seen: {tokens:,}. Last metrics: {row}", f"Settings: {asdict(config)}"])
-        export_model(model, tokenizer, config.out_dir, config.seq_len, card)
+        export_model(model, tokenizer, config, tokens, row)
     return row
 
 def continue_prompt(config: TrainConfig, tokenizer: Tokenizer) -> None:
     """Print the prompt and the text that the model in out_dir, finished or not, lets follow."""
-    if not (checkpoint := load_checkpoint(config.out_dir)):
-        raise UserError(f"--out_dir {config.out_dir} has no checkpoint to take a model from")
-    saved = checkpoint["config"]
-    if checkpoint["fingerprint"]["tokenizer"] != hashlib.sha256(tokenizer.to_str().encode()).hexdigest():
-        raise UserError(f"--tokenizer_path {config.tokenizer_path} is not the tokenizer of this "
-                        f"model, which was {saved['tokenizer_path']}")
+    checkpoint = load_checkpoint(config.out_dir)
+    need(checkpoint, f"--out_dir {config.out_dir} has no checkpoint to take a model from")
+    saved, known = checkpoint["config"], checkpoint["fingerprint"]["tokenizer"]
+    need(known == hashlib.sha256(tokenizer.to_str().encode()).hexdigest(), f"--tokenizer_path "
+         f"{config.tokenizer_path} is not this model's, which was {saved['tokenizer_path']}")
     model = LlamaForPretraining(LlamaConfig(**{f.name: saved[f.name] for f in fields(LlamaConfig)}))
     model.load_state_dict(checkpoint["model"])
     device, dtype = choose_device(config.device, saved["dtype"])
@@ -1087,27 +1036,30 @@ def main(argv: list[str] | None = None) -> None:
     s.vocab_size = tokenizer.get_vocab_size()
     model_config, config = (kind(**{field.name: getattr(s, field.name) for field in fields(kind)})
                             for kind in (LlamaConfig, TrainConfig))
+    if config.prompt is not None:
+        return continue_prompt(config, tokenizer)
+    lock, owner = FileLock(Path(config.out_dir, "lock")), Path(config.out_dir, "lock.owner")
     try:
-        if config.prompt is not None:
-            return continue_prompt(config, tokenizer)
-        lock, owner = FileLock(Path(config.out_dir, "lock")), Path(config.out_dir, "lock.owner")
-        with lock.acquire(timeout=0) if RANK == 0 else contextlib.nullcontext():
+        if RANK == 0:
+            lock.acquire(timeout=0)
             owner.write_text(str(os.getpid()))
-            row = train(model_config, config, tokenizer)
-        if s.demo and row:
-            from train_tokenizer import report_demo
-            report_demo(config, row["bits_per_byte"])
-            config.prompt = "class Stack:\n    def "
-            continue_prompt(config, tokenizer)
+        row = train(model_config, config, tokenizer)
     except Timeout:
-        raise UserError(f"--out_dir {config.out_dir} is in use by process {owner.read_text()}") from None
-    except KeyboardInterrupt:
+        raise UserError(f"--out_dir {config.out_dir} is in use, process {owner.read_text()}") from None
+    except KeyboardInterrupt:  # before the first step
         raise SystemExit(130) from None
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise UserError(f"out of memory: lower --micro_batch_size (now {s.micro_batch_size}); "
                             "the result does not change") from None
         raise
+    finally:
+        lock.release()
+    if s.demo and row:
+        from train_tokenizer import report_demo
+        report_demo(config, row["bits_per_byte"])
+        config.prompt = "class Stack:\n    def "
+        continue_prompt(config, tokenizer)
 
 if __name__ == "__main__":
     main()
