@@ -13,8 +13,8 @@ hidden size, N heads, K key-value heads, D = C / N size of a head, V vocabulary 
 """
 from __future__ import annotations
 
-import argparse, contextlib, functools, glob, hashlib, inspect, io, json, math, os, re, shutil
-import signal, sys, sysconfig, tempfile, time, zipfile, zlib
+import argparse, contextlib, functools, glob, hashlib, inspect, io, json, math, os, re, shlex
+import shutil, signal, sys, sysconfig, tempfile, time, zipfile, zlib
 from collections import Counter
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -137,41 +137,49 @@ def parse_flags(argv: list[str] | None, configs: list[type], demo: dict) -> argp
                             help=f"{comments[field.name]} (default: {default})")
     return parser.parse_args(argv)
 
-def load_tokenizer(path: str) -> Tokenizer:
+def brief(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+def load_tokenizer(path: str, remedy: str = "") -> Tokenizer:
     """The tokenizer that train_tokenizer.py made. Raises UserError when the file is not one."""
     try:
         tokenizer = Tokenizer.from_file(path)
         if [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [PAD, BOT, EOT, UNK]:
             raise ValueError(f"it lacks {SPECIAL_TOKENS} as ids 0 to 3")
     except Exception as error:  # the library raises nothing more exact
-        raise UserError(f"--tokenizer_path {path} cannot be used ({error}); make it with: python "
-                        f"train_tokenizer.py --tokenizer_path {path} (or --demo)") from None
+        raise UserError(f"--tokenizer_path {path} is no use ({brief(error)}){remedy}") from None
     tokenizer.encode_special_tokens = True  # "[EOT]" in a text means five characters, no end
     return tokenizer
 
 def check_settings(s: argparse.Namespace) -> None:
     """Raise one UserError that lists every fault of the settings, before any work is done."""
-    faults = [f"--{name} {value} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
+    faults = {name: f"--{name} {value} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
               for name, value in vars(s).items() if type(value) in (int, float)
-              and not (0 < value < math.inf or value == 0 and name in MAY_BE_ZERO)]
+              and not (0 < value < math.inf or value == 0 and name in MAY_BE_ZERO)}
     for rule in RULES:
-        with contextlib.suppress(ZeroDivisionError):  # a zero was noted above
-            if not eval(rule, {**vars(s), "processes": WORLD}):
-                given = [f"--{n} {v}" for n, v in vars(s).items() if re.search(rf"\b{n}\b", rule)]
-                faults.append(f"{' '.join(given)} ({WORLD} processes): {rule} must hold")
+        given = {n: f"--{n} {v}" for n, v in vars(s).items() if re.search(rf"\b{n}\b", rule)}
+        if not faults.keys() & given and not eval(rule, {**vars(s), "processes": WORLD}):
+            given |= {"": f"{WORLD} processes"} if "processes" in rule else {}
+            faults[rule] = f"{', '.join(given.values())}: {rule} must hold"
+    usual, command = parse_flags(["--demo"] * s.demo, [TrainConfig], DEMO), ["--demo"] * s.demo
+    for name in ("dataset", "dataset_config", "text_column", "val_every", "tokenizer_path"):
+        if (value := getattr(s, name)) != getattr(usual, name):
+            command += [f"--{name}", str(value)]
+    remedy = shlex.join(["python", "train_tokenizer.py", *command])
     tries = dict(device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")),
-                 tokenizer_path=load_tokenizer, init_from=lambda path: path and load_weights(path))
+                 tokenizer_path=lambda path: load_tokenizer(path, f"; make it with: {remedy}"),
+                 init_from=lambda path: path and load_weights(path))
     if s.prompt is None:
         tries |= dict.fromkeys(("cache_dir", "out_dir"), lambda folder: (
             os.makedirs(folder, exist_ok=True), tempfile.TemporaryFile(dir=folder).close()))
     for flag, attempt in tries.items():
         try:
             attempt(getattr(s, flag))
-        except UserError as error:
-            faults.append(str(error))
-        except (RuntimeError, AssertionError, OSError) as error:
-            faults.append(f"--{flag} {getattr(s, flag)}: {str(error).splitlines()[0]}")
-    need(not faults, "\n".join(faults))
+        except (UserError, RuntimeError, AssertionError, OSError) as error:
+            known = isinstance(error, UserError)
+            faults[flag] = str(error) if known else f"--{flag} {getattr(s, flag)}: {brief(error)}"
+    need(not faults, "\n".join(faults.values()))
 
 # ---- 2 Model -------------------------------------------------------------------------------------
 # A Llama (arXiv:2302.13971): embed the tokens, let each layer add what attention and an MLP make
@@ -372,8 +380,7 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
             columns = list(dict.fromkeys(key for row in rows.take(100) for key in row))
     except Exception as error:  # networks, names and files fail in too many ways to list
         raise UserError(f"cannot open --dataset {dataset} --dataset_config '{dataset_config}' ("
-                        f"{type(error).__name__}: {str(error).strip().splitlines()[0]}); without a "
-                        "network use --demo or local files") from error
+                        f"{brief(error)}); without a network use --demo or local files") from error
     need(text_column in columns or not columns, f"--text_column {text_column} is not a column of "
          f"{dataset}, these are: {', '.join(name for name in columns if name != '__file__')}")
     return (rows.select_columns(text_column) if kind == "hub" else rows), revision
@@ -394,8 +401,8 @@ def load_documents(rows: Iterable[dict], text_column: str, skipped: Counter) -> 
                 skipped.update([f"kept, U+FFFD for what is not UTF-8: {file}"] * bool(broken))
                 yield SURROGATES.sub("\ufffd", text) if broken else text
     except Exception as error:  # the network, or a damaged file
-        raise UserError(f"--dataset cannot be read further, start again to go on from here: "
-                        f"{type(error).__name__}: {error}") from error
+        raise UserError("--dataset cannot be read further, start again to go on from here "
+                        f"({brief(error)})") from error
 
 def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> dict:
     """The facts of token files with `needed` training tokens or the whole corpus, made if missing.
@@ -572,8 +579,8 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     rate, decay = config.learning_rate, config.weight_decay
     adamw = torch.optim.AdamW([dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr=rate,
                               betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, fused=True)
-    return [adamw] + [torch.optim.Muon(muon, lr=rate, momentum=0.95, weight_decay=decay,
-                                       adjust_lr_fn="match_rms_adamw")] * bool(muon)
+    return [adamw] if not muon else [adamw, torch.optim.Muon(
+        muon, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
 
 # ---- 5 Checkpoints -------------------------------------------------------------------------------
 # A checkpoint is the weights, the optimisers' state and the step: the order of the data and the
@@ -599,7 +606,7 @@ def load_checkpoint(out_dir: str) -> dict | None:
                 raise ValueError(f"{damaged} has a wrong checksum")
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # damage shows in every way
-            say(f"{path} is damaged ({type(error).__name__}: {error})")
+            say(f"{path} is damaged ({brief(error)})")
     need(not paths, f"--out_dir {out_dir} has no checkpoint that can be read, nothing was "
                     "overwritten: restore one, or start anew in another folder")
     return None
@@ -616,7 +623,7 @@ def load_weights(path: str) -> dict[str, torch.Tensor]:
         return {name: data[slice(*(offset // 4 for offset in entry["data_offsets"]))].view(
             entry["shape"]) for name, entry in header.items()}
     except Exception as error:
-        raise UserError(f"--init_from {path} is no checkpoint or model folder: {error}") from error
+        raise UserError(f"--init_from {path} is no checkpoint or model: {brief(error)}") from error
 
 def check_resume(checkpoint: dict, settings: dict, fingerprint: dict, path: str) -> None:
     """Say which settings have changed; raise UserError for those that make it another run."""
@@ -783,14 +790,15 @@ def compile_model(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
         model(*batch).backward()  # a missing compiler shows only here
     except Exception as error:
         model._compiled_call_impl = None  # takes compile() back
-        state = f"off, {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
+        state = f"off ({brief(error)})"
     model.zero_grad(set_to_none=True)
     say(f"compile: {state}, after {time.monotonic() - start:.0f} s")
 
 @torch.no_grad()
 def check_causality(model: LlamaForPretraining, device: torch.device) -> None:
     """Raise UserError if the last token changes an earlier logit: mps has had such a fault."""
-    one = torch.arange(32, device=device)[None] % model.config.vocab_size
+    length = min(32, model.config.max_position_embeddings)
+    one = torch.arange(length, device=device)[None] % model.config.vocab_size
     two = torch.cat((one[:, :-1], one[:, :1]), dim=1)
     a, b = (model.lm_head(model.model(ids))[0, :-1].float() for ids in (one, two))
     need(torch.allclose(a, b, rtol=1e-3, atol=1e-3), f"--device {device}: attention sees the "
@@ -803,7 +811,8 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
     windows = -(-sequences // WINDOW)  # whole ones: a part would be shuffled anew when it grows
     if not config.packing:  # rows are not full, and [BOT] is never a label
         windows = math.ceil(1.5 * (windows + 1))
-    facts = prepare_tokens(config, tokenizer, windows * WINDOW * config.seq_len + 1)
+    before = checkpoint["fingerprint"]["tokens"] if checkpoint else 0
+    facts = prepare_tokens(config, tokenizer, max(before, windows * WINDOW * config.seq_len + 1))
     train, val = facts["train"], facts["val"]
     now = dict(tokens=train["tokens"], crc32=train["crc32"], val_tokens=val["tokens"],
                val_bytes=val["bytes"],
@@ -845,8 +854,8 @@ def open_log(out_dir: str, step: int) -> tuple[float, Callable[[dict], None]]:
 
     return float(lines[-1].split(",")[2]) if lines else 0.0, log
 
-def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarray, at_once: int,
-                  autocast: Callable, scaler: torch.amp.GradScaler) -> torch.Tensor:
+def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarray,
+                  at_once: int, autocast: Callable, scaler: torch.amp.GradScaler) -> torch.Tensor:
     """Add up the gradient of the mean loss over all labels of a step; returns the sum in nats.
 
     A mean of the micro-batches' means would give the labels of short rows more weight. Each
@@ -883,7 +892,8 @@ def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.de
         try:
             model.load_state_dict(load_weights(config.init_from))
         except RuntimeError as error:
-            raise UserError(f"--init_from {config.init_from} has another shape: {error}") from None
+            raise UserError(f"--init_from {config.init_from} has another shape: "
+                            + str(error).splitlines()[1].strip()) from None
     return model, optimizers, scaler
 
 def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
@@ -912,11 +922,10 @@ def validate(model: nn.Module, dataset: PretrainingDataset, tokenizer: Tokenizer
 def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) -> dict:
     """Train, from the newest checkpoint in out_dir if there is one; returns the last metrics."""
     checkpoint = load_checkpoint(config.out_dir)
-    first, tokens, saved = 0, 0, config.dtype
-    if checkpoint:
-        first, tokens = checkpoint["step"], checkpoint["tokens"]
-        saved = checkpoint["config"]["dtype"] if saved == "auto" else saved
-    device, config.dtype = choose_device(config.device, saved)
+    first, tokens = (checkpoint["step"], checkpoint["tokens"]) if checkpoint else (0, 0)
+    if checkpoint and config.dtype == "auto":
+        config.dtype = checkpoint["config"]["dtype"]
+    device, config.dtype = choose_device(config.device, config.dtype)
     dataset, validation, rows, steps, fingerprint = plan_run(
         model_config, config, tokenizer, checkpoint)
     if first >= steps and Path(config.out_dir, "model").exists():
@@ -926,12 +935,12 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     del checkpoint  # as large as the three
     autocast = functools.partial(torch.autocast, device.type, getattr(torch, config.dtype),
                                  enabled=config.dtype != "float32")
-    peak = measure_peak(device, config.dtype) * WORLD
+    peak, at_once = measure_peak(device, config.dtype) * WORLD, config.micro_batch_size
     describe(model, config, device, rows, first, steps, peak)
     with autocast():
         check_causality(model, device)
         if config.compile or config.compile is None and device.type != "mps" and os.name == "posix":
-            batch = dataset.batch(np.zeros(config.micro_batch_size, int))
+            batch = dataset.batch(np.zeros(at_once, int))
             compile_model(model, [tensor.to(device) for tensor in batch])
     parallel, start = model, time.monotonic()
     if WORLD > 1:
@@ -939,20 +948,15 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
         parallel = nn.parallel.DistributedDataParallel(model)
     seconds, log = open_log(config.out_dir, first) if RANK == 0 else (0.0, lambda row: None)
     nats, labels, bad, row, caught = torch.zeros((), device=device), 0, 0, {}, []
-
-    def stop(number: int, frame: object) -> None:
-        caught.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
-
     with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, stop))
+        for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the process
+            stack.callback(signal.signal, number, signal.signal(number, lambda number, _: (
+                caught.append(number), signal.signal(number, signal.SIG_DFL))))
         bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step",
                                        disable=True if RANK else None))
         for step in range(first, steps):
             chosen = rows_of_step(step, config.batch_size, rows, config.seed)
-            part = add_gradients(parallel, dataset, chosen, config.micro_batch_size, autocast,
-                                 scaler)
+            part = add_gradients(parallel, dataset, chosen, at_once, autocast, scaler)
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
                 for group in optimizer.param_groups:
@@ -1045,7 +1049,7 @@ def main(argv: list[str] | None = None) -> None:
             owner.write_text(str(os.getpid()))
         row = train(model_config, config, tokenizer)
     except Timeout:
-        raise UserError(f"--out_dir {config.out_dir} is in use, process {owner.read_text()}") from None
+        raise UserError(f"process {owner.read_text()} uses --out_dir {config.out_dir}") from None
     except KeyboardInterrupt:  # before the first step
         raise SystemExit(130) from None
     except RuntimeError as error:

@@ -35,7 +35,7 @@ GOOD = {
         "bom_crlf.jsonl",
         b'\xef\xbb\xbf{"text": "first row behind a byte order mark"}\r\n\r\n'
         b'{"text": "second row"}\r\n{"text": "third row, no line end"}',
-        ["first row behind a byte order mark", "second row", "third row, no line end"], ["blank"]),
+        ["first row behind a byte order mark", "second row", "third row, no line end"], []),
     "control_words": ("control_words.txt", CONTROL_WORDS.encode(), [CONTROL_WORDS], []),
     "latin1": (
         "latin1.txt", "Caf\u00e9, na\u00efve, \u00fcber: eight-bit text.\n".encode("latin-1"),

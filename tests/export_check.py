@@ -19,7 +19,8 @@ TEXTS = ["alpha beta", "", " ", "\r\n\t x", "Ünïcödé ½ e\u0301 ﬁ", "👩\
 def write(folder: Path) -> None:
     """Export an untied and a tied model, each with what it says in reference.pt beside it."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from train_llama import BOT, LlamaConfig, LlamaForPretraining, export_model, load_tokenizer
+    from train_llama import BOT, LlamaConfig, LlamaForPretraining, TrainConfig
+    from train_llama import export_model, load_tokenizer
     from train_tokenizer import train_tokenizer
 
     for name, tied in (("untied", False), ("tied", True)):
@@ -35,7 +36,8 @@ def write(folder: Path) -> None:
             num_key_value_heads=2, rms_norm_eps=1e-3, rope_theta=500.0, tie_word_embeddings=tied))
         for weight in model.parameters():
             torch.nn.init.normal_(weight, mean=float(weight.dim() < 2), std=0.3)
-        export_model(model, tokenizer, str(out_dir), SEQ_LEN, "")
+        config = TrainConfig(out_dir=str(out_dir), seq_len=SEQ_LEN)
+        export_model(model, tokenizer, config, 0, {})
         with torch.no_grad():
             ids = torch.randint(4, tokenizer.get_vocab_size(), (2, SEQ_LEN))
             greedy = [BOT, *tokenizer.encode(TEXTS[0], add_special_tokens=False).ids]

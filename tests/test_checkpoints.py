@@ -484,7 +484,7 @@ def test_a_full_disk_while_logging_is_named_and_the_next_start_goes_on(
     settings = dict(log_every=1, save_every=100, cache_dir=tiny_runs / "tokens")
     status, output = child(limited_to(500, lambda: train_llama.main(run_flags(**settings))))
     assert status == 1 and "Traceback" not in output
-    assert "metrics.csv" in output.splitlines()[-1]
+    assert str(tmp_path / "out") in output.splitlines()[-1]
     assert run(**settings) == 0
     assert logged_steps(tmp_path / "out") == list(range(1, 14))
 
@@ -499,6 +499,14 @@ def test_a_full_disk_while_exporting_is_named_and_the_next_start_exports(
     assert not (out / "model").exists()
     assert run() == 0
     assert result_of(out) == result_of(finished)
+
+
+def test_too_little_free_space_is_found_before_the_first_step(run, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    at_step(monkeypatch, 1, lambda: pytest.fail("a step was begun"))
+    message = run()
+    assert isinstance(message, str) and str(tmp_path) in message
 
 
 # ---- Signals -------------------------------------------------------------------------------------
@@ -931,6 +939,13 @@ def test_a_longer_run_goes_on_from_where_it_ended(run, tmp_path, capsys, short, 
     assert read_checkpoint(tmp_path / "out")["step"] > end
     assert logged_steps(tmp_path / "out") == logged_steps(tmp_path / "straight")
     assert result_of(tmp_path / "out") == result_of(tmp_path / "straight")
+
+
+def test_a_run_made_shorter_than_it_is_ends_with_the_weights_it_has(run, out):
+    weights = bits(read_checkpoint(out)["model"])
+    assert run(train_tokens=16 * 4 * 3) == 0
+    assert bits(OrderedDict(load_file(out / "model" / "model.safetensors"))) == weights
+    assert read_checkpoint(out)["step"] == 6
 
 
 @pytest.fixture(scope="module")

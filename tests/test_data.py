@@ -146,17 +146,21 @@ def test_a_tokenizer_learns_the_same_documents_from_dirty_input(
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_input_without_text_stops_training_with_a_sentence(case, tmp_path, step_flags, no_model):
+def test_input_without_text_stops_training_with_a_sentence(
+        case, tmp_path, step_flags, no_model, capsys):
     name, content, named = BAD[case]
     sentence = stop(train_llama.main, step_flags(dataset=write(tmp_path, name, content)))
-    assert all(word in sentence for word in named)
+    said = capsys.readouterr().out + sentence
+    assert name in sentence and all(word in said for word in named)
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_input_without_text_stops_the_tokenizer_with_a_sentence(case, tmp_path, learn_flags):
+def test_input_without_text_stops_the_tokenizer_with_a_sentence(
+        case, tmp_path, learn_flags, capsys):
     name, content, named = BAD[case]
     sentence = stop(train_tokenizer.main, learn_flags(dataset=write(tmp_path, name, content)))
-    assert all(word in sentence for word in named)
+    said = capsys.readouterr().out + sentence
+    assert name in sentence and all(word in said for word in named)
     assert not (tmp_path / "learnt.json").exists()
 
 
@@ -282,12 +286,12 @@ def test_every_unusable_json_row_is_skipped_and_counted_by_reason(tmp_path):
               '""', '" \\n\\t\\u3000 "']
     content = "".join('{"text": %s}\n' % value for value in values) + (
         '{"other": "text"}\n[1, 2]\n"text"\n17\nnull\n{"text": "cut of\n{"text": "a"} {}\n'
-        + "[" * 100_000 + '\n\n  \n{"text": "good"}\n')
+        + "[" * 100_000 + '\n{"text": "good"}\n')
     documents, skipped = read(write(tmp_path, "rows.jsonl", content))
     assert documents == ["good"]
-    assert skipped.total() == 11 + 8 + 2
-    # a number, true, a list, an object; null and no text; floats; blanks; lines of no JSON object
-    assert sorted(skipped.values()) == [1, 1, 1, 1, 2, 4, 4, 7]
+    assert skipped.total() == 11 + 8
+    # a number, true, a list, an object; null and no text; blanks; floats; lines of no JSON object
+    assert sorted(skipped.values()) == [1, 1, 1, 1, 2, 2, 4, 7]
 
 
 NO_TEXT = {
@@ -421,10 +425,16 @@ def test_a_text_below_64_kb_is_not_cut(tmp_path):
     st.characters(categories=["L", "N", "P", "Z", "Cc", "Cs"])))))
 @settings(max_examples=100, deadline=None)
 def test_documents_are_the_texts_with_a_mark_for_every_broken_character(values):
+    values = [value + "x" * 5 * len(value) if isinstance(value, str) else value
+              for value in values]  # what is mostly broken may be no text at all
     skipped, texts = Counter(), [value for value in values if isinstance(value, str)]
     kept = list(load_documents([{"text": value} for value in values], "text", skipped))
     assert kept == ["".join("\ufffd" if 0xD800 <= ord(c) < 0xE000 else c for c in text)
                     for text in texts if text.strip()]
+
+
+def test_a_short_text_that_was_cut_in_the_middle_of_a_character_is_kept(tmp_path):
+    assert read(write(tmp_path, "a.jsonl", b'{"text": "ok \\ud83d"}\n'))[0] == ["ok \ufffd"]
 
 
 # ---- Which files ---------------------------------------------------------------------------------
@@ -931,9 +941,9 @@ def test_preparation_says_what_it_read_kept_skipped_and_where_it_is(library, pre
     output = capsys.readouterr().out
     train, val = facts["train"], facts["val"]
     for words in (f"{len(TEXTS)} documents", "blank", f"{train['tokens']:,}", f"{val['tokens']:,}",
-                  f"{train['bytes'] / train['tokens']:.2f} bytes", str(Path(train["path"]).parent),
-                  "GB"):
+                  f"{train['bytes'] / train['tokens']:.2f} bytes", str(Path(train["path"]).parent)):
         assert words in output
+    assert re.search(r"\d [kMG]?B\b", output)  # the size of the cache folder
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -1053,18 +1063,20 @@ def test_a_file_of_ten_billion_tokens_opens_and_its_last_row_is_read():
 
 # ---- The order of the rows -----------------------------------------------------------------------
 
+SEEDS = itertools.count(10**6)  # a fresh one where WINDOW differs, so that no memory helps
+
+
 def order(steps: int, batch_size: int, rows: int, seed: int = 1) -> list[int]:
     return np.concatenate([rows_of_step(step, batch_size, rows, seed)
                            for step in range(steps)]).tolist()
 
 
-@given(rows=st.integers(1, 40), batch_size=st.integers(1, 60), window=st.integers(1, 50),
-       seed=st.integers(0, 99))
+@given(rows=st.integers(1, 40), batch_size=st.integers(1, 60), window=st.integers(1, 50))
 @settings(max_examples=100, deadline=None)
-def test_every_row_comes_once_an_epoch_and_batches_straddle_epochs(rows, batch_size, window, seed):
+def test_every_row_comes_once_an_epoch_and_batches_straddle_epochs(rows, batch_size, window):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_llama, "WINDOW", window)
-        chosen = order(-(-3 * rows // batch_size), batch_size, rows, seed)
+        chosen = order(-(-3 * rows // batch_size), batch_size, rows, next(SEEDS))
     assert len(chosen) % batch_size == 0
     for epoch in range(3):
         assert sorted(chosen[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
@@ -1078,7 +1090,7 @@ def test_the_order_differs_by_epoch_and_by_seed():
 
 def test_rows_are_shuffled_inside_their_window_only(monkeypatch):
     monkeypatch.setattr(train_llama, "WINDOW", 8)
-    chosen = order(5, 8, 40)
+    chosen = order(5, 8, 40, next(SEEDS))
     for window in range(5):
         part = chosen[8 * window : 8 * window + 8]
         assert sorted(part) == list(range(8 * window, 8 * window + 8))
@@ -1089,7 +1101,8 @@ def test_rows_are_shuffled_inside_their_window_only(monkeypatch):
 @pytest.mark.parametrize("more", [17, 24, 31, 1000])
 def test_the_order_of_early_rows_does_not_depend_on_how_many_follow(more, monkeypatch):
     monkeypatch.setattr(train_llama, "WINDOW", 8)
-    assert order(4, 4, more)[:16] == order(4, 4, 16)
+    seed = next(SEEDS)
+    assert order(4, 4, more, seed) == order(4, 4, 16, seed)
 
 
 def test_the_batch_size_only_cuts_the_order_into_steps():
@@ -1101,7 +1114,7 @@ def test_the_rows_of_a_step_are_the_same_for_ever():
     assert order(1, 10, 10) == expected
     np.random.seed(3)
     torch.manual_seed(3)
-    train_llama.shuffled.cache_clear()
+    assert all(order(1, 10, 10, seed) != expected for seed in range(2, 20))
     assert order(1, 10, 10) == expected
     assert rows_of_step(777_777, 4, 200_000, 7).tolist() == [123916, 79804, 128235, 115675]
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers import GenerationConfig, pipeline
 
 import train_llama
-from train_llama import BOT, EOT, PAD, LlamaConfig, LlamaForPretraining, TrainConfig
+from train_llama import BOT, EOT, PAD, LlamaConfig, LlamaForPretraining, TrainConfig, UserError
 from train_llama import export_model, generate, load_checkpoint, load_tokenizer
 
 SEQ_LEN = 48  # what the model is said to be trained on, below its 64 positions
@@ -36,6 +36,13 @@ def make_model(vocab_size: int, **changes) -> LlamaForPretraining:
     return model
 
 
+def export(model, tokenizer, out_dir, loss: float = 1.25):
+    """Export as at the end of a run; returns the folder."""
+    config = TrainConfig(out_dir=str(out_dir), seq_len=SEQ_LEN)
+    export_model(model, tokenizer, config, 1000, dict(step=10, loss=loss))
+    return out_dir / "model"
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_path):
     return load_tokenizer(str(tokenizer_path))
@@ -46,16 +53,14 @@ def exported(request, tokenizer, tmp_path_factory):
     """A model and the folder that it was exported to."""
     out_dir = tmp_path_factory.mktemp("exported")
     model = make_model(tokenizer.get_vocab_size(), tie_word_embeddings=request.param)
-    export_model(model, tokenizer, str(out_dir), SEQ_LEN, "a card")
-    return model, out_dir / "model"
+    return model, export(model, tokenizer, out_dir)
 
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory):
     """An exported folder."""
-    out_dir = tmp_path_factory.mktemp("folder")
-    export_model(make_model(tokenizer.get_vocab_size()), tokenizer, str(out_dir), SEQ_LEN, "a card")
-    return out_dir / "model"
+    return export(make_model(tokenizer.get_vocab_size()), tokenizer,
+                  tmp_path_factory.mktemp("folder"))
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +175,9 @@ def test_generate_stops_at_the_end_of_text(tokenizer, tmp_path):
     assert EOT not in kept and last not in kept
     rows = model.lm_head.weight.data  # exchange two rows: where it said `last`, it says [EOT]
     rows[[last, EOT]] = rows[[EOT, last]]
-    export_model(model, tokenizer, str(tmp_path), SEQ_LEN, "")
-    batch = AutoTokenizer.from_pretrained(tmp_path / "model")(PROMPT, return_tensors="pt")
-    theirs = their_model(tmp_path / "model").generate(**batch, do_sample=False, max_new_tokens=20)
+    folder = export(model, tokenizer, tmp_path)
+    batch = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
+    theirs = their_model(folder).generate(**batch, do_sample=False, max_new_tokens=20)
     assert theirs[0].tolist() == [*kept, EOT]
     config = TrainConfig(seq_len=SEQ_LEN, temperature=0.0, max_new_tokens=20)
     assert "".join(generate(model, tokenizer, PROMPT, config)) == tokenizer.decode(
@@ -332,27 +337,29 @@ def content(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def head_of(folder) -> torch.Tensor:
+    return safetensors.torch.load_file(folder / "model.safetensors")["lm_head.weight"]
+
+
 @pytest.mark.parametrize("fatal", range(6))
 def test_an_export_that_fails_leaves_the_model_of_before(fatal, tokenizer, tmp_path, monkeypatch):
     """The disk is full at the first, second, ... file."""
     model, writes = make_model(tokenizer.get_vocab_size()), []
-    export_model(model, tokenizer, str(tmp_path), SEQ_LEN, "before")
-    before, real = content(tmp_path / "model"), train_llama.write_atomically
+    before, real = content(export(model, tokenizer, tmp_path)), train_llama.write_atomically
 
     def full(path, write, keep=""):
         writes.append(path)
         if len(writes) > fatal:
-            raise train_llama.UserError(f"cannot write {path}")
+            raise UserError(f"cannot write {path}")
         return real(path, write, keep)
 
     monkeypatch.setattr(train_llama, "write_atomically", full)
     torch.nn.init.ones_(model.lm_head.weight)
-    with pytest.raises(train_llama.UserError, match="cannot write"):
-        export_model(model, tokenizer, str(tmp_path), SEQ_LEN, "after")
+    with pytest.raises(UserError, match="cannot write"):
+        export(model, tokenizer, tmp_path)
     assert content(tmp_path / "model") == before
     monkeypatch.undo()
-    export_model(model, tokenizer, str(tmp_path), SEQ_LEN, "after")
-    assert (tmp_path / "model" / "README.md").read_text().startswith("after")
+    assert torch.equal(head_of(export(model, tokenizer, tmp_path)), model.lm_head.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -362,25 +369,23 @@ def test_a_first_export_that_fails_leaves_no_model(tokenizer, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(train_llama, "write_safetensors", half)
-    with pytest.raises(train_llama.UserError, match="No space left"):
-        export_model(make_model(tokenizer.get_vocab_size()), tokenizer, str(tmp_path), SEQ_LEN, "")
+    with pytest.raises(UserError, match="No space left"):
+        export(make_model(tokenizer.get_vocab_size()), tokenizer, tmp_path)
     assert not (tmp_path / "model").exists()
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_exporting_over_a_model_replaces_all_of_it(tokenizer, tmp_path):
     model = make_model(tokenizer.get_vocab_size())
-    for card in ("one", "two"):
-        export_model(model, tokenizer, str(tmp_path), SEQ_LEN, card)
-        (tmp_path / "model" / "stray").touch()
-        torch.nn.init.normal_(model.lm_head.weight)
-    export_model(model, tokenizer, str(tmp_path), SEQ_LEN, "three")
-    assert sorted(content(tmp_path / "model")) == [
+    export(model, tokenizer, tmp_path, loss=3.5)
+    (tmp_path / "model" / "stray").touch()
+    torch.nn.init.normal_(model.lm_head.weight)
+    folder = export(model, tokenizer, tmp_path, loss=2.75)
+    assert sorted(content(folder)) == [
         "README.md", "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json"]
-    assert "three" in (tmp_path / "model" / "README.md").read_text()
-    head = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(head, model.lm_head.weight)
+    assert "2.75" in (folder / "README.md").read_text()
+    assert torch.equal(head_of(folder), model.lm_head.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -396,6 +401,26 @@ def test_a_finished_run_has_exported_the_weights_of_its_checkpoint(finished):
     assert config.max_position_embeddings == TINY_RUN["seq_len"]
 
 
+def card_of(out_dir) -> tuple[str, list[float], dict[str, str]]:
+    """A model's card, the numbers in it, and the last row of the run's metrics."""
+    card = (out_dir / "model" / "README.md").read_text()
+    with open(out_dir / "metrics.csv") as file:
+        last = list(csv.DictReader(file))[-1]
+    return card, [float(n.replace(",", "")) for n in re.findall(r"\d(?:,?\d)*\.?\d*", card)], last
+
+
+def test_the_model_card_says_in_ten_lines_what_the_model_is(finished):
+    _, out_dir = finished
+    card, numbers, last = card_of(out_dir)
+    assert len(card.splitlines()) <= 10
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    assert int(last["tokens"]) in numbers
+    for name in ("loss", "val_loss"):
+        assert any(abs(n - float(last[name])) < 0.01 for n in numbers), name
+    for name in ("dataset", "learning_rate", "batch_size", "seq_len", "optimizer", "seed"):
+        assert name in card, name
+
+
 def test_a_model_folder_that_was_removed_comes_back_with_the_same_command(finished):
     flags, out_dir = finished
     (out_dir / "model").rename(out_dir / "kept")
@@ -403,21 +428,8 @@ def test_a_model_folder_that_was_removed_comes_back_with_the_same_command(finish
     back, kept = content(out_dir / "model"), content(out_dir / "kept")
     assert back.pop("README.md") and kept.pop("README.md")
     assert back == kept
-
-
-def test_the_model_card_says_in_ten_lines_what_the_model_is(finished):
-    _, out_dir = finished
-    card = (out_dir / "model" / "README.md").read_text()
-    with open(out_dir / "metrics.csv") as file:
-        last = list(csv.DictReader(file))[-1]
-    assert len(card.splitlines()) <= 10
-    assert "AutoModelForCausalLM.from_pretrained" in card
-    numbers = [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\.?\d*", card)]
-    assert int(last["tokens"]) in numbers
-    for name in ("loss", "val_loss"):
-        assert any(abs(n - float(last[name])) < 0.01 for n in numbers), name
-    for name in ("dataset", "learning_rate", "batch_size", "seq_len", "optimizer", "seed"):
-        assert name in card, name
+    _, numbers, last = card_of(out_dir)
+    assert any(abs(n - float(last["val_loss"])) < 0.01 for n in numbers)
 
 
 def test_the_check_for_other_versions_of_transformers_passes_here(tmp_path):

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import TINY_MODEL
-from train_llama import (LlamaAttention, LlamaConfig, LlamaForPretraining, RotaryEmbedding, UserError,
-                         check_causality, flops_per_token)
+from train_llama import (LlamaAttention, LlamaConfig, LlamaForPretraining, RotaryEmbedding,
+                         UserError, check_causality, flops_per_token)
 
 VOCABULARY = 300
 
@@ -94,13 +94,15 @@ def test_changing_a_token_leaves_earlier_logits_unchanged():
 
 def test_rotated_scores_depend_on_the_distance_only():
     length, half, base = 300, 8, 500.0
-    rotate = RotaryEmbedding(LlamaConfig(VOCABULARY, max_position_embeddings=length, rope_theta=base,
-                                         hidden_size=2 * 2 * half, num_attention_heads=2))
+    rotate = RotaryEmbedding(LlamaConfig(
+        VOCABULARY, max_position_embeddings=length, rope_theta=base,
+        hidden_size=2 * 2 * half, num_attention_heads=2))
     q, k = torch.randn(2, 2 * half, dtype=torch.float64)
     q_everywhere, k_everywhere = (rotate(x.expand(1, 1, length, -1))[0, 0] for x in (q, k))
     scores = q_everywhere @ k_everywhere.T
 
-    # Features i and i + D/2 as one complex number: a product with a conjugate turns by a difference.
+    # Features i and i + D/2 are one complex number; a product with a conjugate turns by the
+    # difference of the two angles.
     pairs = torch.complex(q[:half], q[half:]) * torch.complex(k[:half], k[half:]).conj()
     positions = torch.arange(length, dtype=torch.float64)
     angles = (positions[:, None, None] - positions[:, None]) * base ** (-torch.arange(half) / half)
@@ -198,7 +200,7 @@ def test_the_loss_is_the_sum_over_labels_that_are_not_ignored():
     model, input_ids, labels = tiny_model(), token_ids(3, 20), token_ids(3, 20)
     labels[0, 15:] = labels[1] = labels[2, ::2] = -100
     logits = model(input_ids).double()
-    expected = sum(-torch.log_softmax(logits[row, t], dim=-1)[labels[row, t]]  # as it stands: no shift
+    expected = sum(-torch.log_softmax(logits[row, t], dim=-1)[labels[row, t]]  # already shifted
                    for row in range(3) for t in range(20) if labels[row, t] != -100)
     loss = model(input_ids, labels)
     assert loss.shape == () and loss.dtype == torch.float32
@@ -215,8 +217,9 @@ def test_the_loss_is_summed_in_float32_under_autocast():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(tie_word_embeddings=True), dict(num_key_value_heads=4),
-                                     dict(num_hidden_layers=3)], ids=str)
+@pytest.mark.parametrize("changes", [
+    {}, dict(tie_word_embeddings=True), dict(num_key_value_heads=4), dict(num_hidden_layers=3)
+], ids=str)
 def test_flops_per_token_are_those_that_pytorch_counts(changes):
     model, length = tiny_model(**changes), 48
     input_ids = token_ids(2, length)

@@ -22,8 +22,8 @@ FLAGS = {field.name: field.default for config in (LlamaConfig, TrainConfig)
          for field in fields(config) if field.default is not MISSING}
 NUMBERS = [name for name, default in FLAGS.items() if type(default) in (int, float)]
 SWITCHES = "tie_word_embeddings", "packing", "compile"
-MAY_BE_ZERO = {"val_every", "min_learning_rate", "warmup_steps", "weight_decay", "grad_clip", "seed",
-               "temperature", "top_k", "max_new_tokens"}
+MAY_BE_ZERO = {"val_every", "min_learning_rate", "warmup_steps", "weight_decay", "grad_clip",
+               "seed", "temperature", "top_k", "max_new_tokens"}
 
 
 source_of = functools.cache(inspect.getsource)  # takes 0.1 s for the classes with the settings
@@ -108,7 +108,7 @@ def test_hyphens_are_as_good_as_underscores_and_equals_signs_as_spaces():
     values = {name: type(default)(7) if name in NUMBERS else "seven"
               for name, default in FLAGS.items() if name not in SWITCHES}
     for form in (str, lambda name: name.replace("_", "-")):
-        spaced = [part for name, value in values.items() for part in (f"--{form(name)}", str(value))]
+        spaced = as_flags({form(name): value for name, value in values.items()})
         equals = [f"--{form(name)}={value}" for name, value in values.items()]
         for argv in (spaced, equals):
             assert vars(parsed(*argv)) == FLAGS | values | {"demo": False}
@@ -199,7 +199,8 @@ def test_micro_batches_of_all_processes_divide_the_batch(refused, run_flags, mon
     monkeypatch.setattr(train_llama, "WORLD", 4)
     message = refused(run_flags(batch_size=4, micro_batch_size=2))
     assert "\n" not in message
-    assert all(part in message for part in ("--batch_size 4", "--micro_batch_size 2", "4 processes"))
+    for part in ("--batch_size 4", "--micro_batch_size 2", "4 processes"):
+        assert part in message
 
 
 def test_all_faults_come_in_one_message(refused, run_flags, tmp_path):
@@ -246,7 +247,8 @@ def test_a_missing_tokenizer_is_answered_with_the_exact_command_that_makes_it(
     assert made.vocab_size == (4096 if "--demo" in argv else 50_000)
 
 
-def test_a_truncated_tokenizer_stops_with_one_sentence(refused, run_flags, tokenizer_path, tmp_path):
+def test_a_truncated_tokenizer_stops_with_one_sentence(
+        refused, run_flags, tokenizer_path, tmp_path):
     damaged, whole = tmp_path / "damaged.json", tokenizer_path.read_bytes()
     for share in (0, 0.5, 0.99):
         damaged.write_bytes(whole[: int(share * len(whole))])
@@ -264,7 +266,8 @@ def test_a_tokenizer_without_the_special_tokens_stops_with_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["out_dir", "cache_dir"])
-def test_a_folder_that_cannot_be_written_stops_with_one_sentence(name, refused, run_flags, tmp_path):
+def test_a_folder_that_cannot_be_written_stops_with_one_sentence(
+        name, refused, run_flags, tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         message = refused(run_flags(**{name: folder}))
