@@ -985,7 +985,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             if ending or evaluating or done % config.log_every == 0:
                 if WORLD > 1:
                     dist.all_reduce(nats)
-                loss, took = nats.item() / max(1, labels), time.monotonic() - start
+                loss, took = nats.item() / (labels or math.nan), time.monotonic() - start
                 speed, seconds = labels / took, seconds + took
                 share = speed * flops_per_token(model, config.seq_len) / peak
                 row = dict(step=done, tokens=tokens, seconds=seconds, loss=loss, learning_rate=rate,
@@ -1002,7 +1002,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                                         fingerprint["val_bytes"], done)
                 log(row)
                 nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
-            if RANK == 0 and (ending or done % config.save_every == 0):
+            if RANK == 0 and (ending or not bad and done % config.save_every == 0):
                 save_checkpoint(config.out_dir, dict(
                     model=model.state_dict(), optimizer=[o.state_dict() for o in optimizers],
                     scaler=scaler.state_dict(), step=done, tokens=tokens, fingerprint=fingerprint,

@@ -5,7 +5,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,30 +21,29 @@ from train_llama import load_checkpoint
 ROUNDING = dict(rtol=0, atol=1e-6)
 
 
-def start(flags: list[str]) -> subprocess.Popen:
-    """Start two processes of the script, as torchrun does, with one thread each."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         str(ROOT / "train_llama.py"), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+class Job:
+    """Two processes of the script, started as torchrun does, with one thread each."""
 
+    def __init__(self, flags: list[str], log: Path) -> None:
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+             "2", str(ROOT / "train_llama.py"), *flags], stdout=open(log, "w"),
+            stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
-def finish(process: subprocess.Popen) -> str:
-    """Wait for the end, which must come, and return what else was printed."""
-    try:
-        return process.communicate(timeout=90)[0]
-    finally:
-        process.kill()
+    def wait_for_line(self, beginning: str) -> None:
+        deadline = time.monotonic() + 90
+        while not any(line.startswith(beginning) for line in self.log.read_text().splitlines()):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
 
-
-def read_until(process: subprocess.Popen, beginning: str) -> str:
-    """Read what is printed up to a line that begins so."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith(beginning):
-            return "".join(lines)
-    raise AssertionError(f"no line begins with {beginning}:\n{''.join(lines)}")
+    def finish(self) -> tuple[int, str]:
+        """The exit status and all that was printed, after the end, which must come."""
+        try:
+            return self.process.wait(timeout=90), self.log.read_text()
+        finally:
+            self.process.terminate()
+            self.process.wait()
 
 
 def run_until(step: int, flags: list[str]) -> None:
@@ -127,6 +127,32 @@ def test_a_batch_that_the_processes_cannot_share_is_refused(run_flags, monkeypat
         train_llama.main(run_flags(batch_size=4, micro_batch_size=4))
 
 
+@pytest.mark.parametrize("moment", ["during the exchange", "after the exchange"])
+def test_a_process_stops_only_in_a_step_in_which_the_others_know_of_its_signal(
+        moment, run_flags, tmp_path, monkeypatch):
+    """Else it leaves the others waiting for it, and what they did since the last save is lost."""
+    exchanged = []
+
+    def all_reduce(tensor, op=None):
+        about_signals = not tensor.is_floating_point()
+        if about_signals:
+            exchanged.append(int(tensor))
+        if len(exchanged) == 4 and about_signals == (moment == "during the exchange"):
+            if not sent:
+                sent.append(signal.raise_signal(signal.SIGTERM))
+
+    sent = []
+    monkeypatch.setattr(train_llama, "WORLD", 2)
+    monkeypatch.setattr(train_llama.dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(train_llama.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda model: model)
+    with pytest.raises(SystemExit) as caught:
+        train_llama.main(run_flags(save_every=100, log_every=1))
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert exchanged == [0, 0, 0, 0, signal.SIGTERM]
+    assert load_checkpoint(str(tmp_path / "out"))["step"] == 5
+
+
 # ---- two processes ----
 
 @pytest.fixture(scope="module")
@@ -142,9 +168,9 @@ def two_by_two(settings, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("two_by_two")
     settings = settings | dict(packing=False, batch_size=8, micro_batch_size=2)
-    process = start(as_flags(settings | dict(out_dir=folder / "two", cache_dir=folder)))
-    output = finish(process)
-    assert process.returncode == 0, output
+    job = Job(as_flags(settings | dict(out_dir=folder / "two", cache_dir=folder)), folder / "log")
+    status, output = job.finish()
+    assert status == 0, output
     train_llama.main(as_flags(settings | dict(out_dir=folder / "one", cache_dir=folder)))
     return folder / "one", folder / "two", output
 
@@ -174,16 +200,13 @@ def test_two_processes_log_the_losses_of_one(two_by_two):
 
 def test_the_first_process_alone_prints_and_saves(two_by_two):
     _, two, output = two_by_two
-    lines = Counter(line for line in output.splitlines() if line.strip())
-    for beginning in ("data: ", "tokens: ", "model: ", "steps: ", "device: ", "step 2/"):
-        assert sum(n for line, n in lines.items() if line.startswith(beginning)) == 1, output
-    names = Counter(path.suffix or path.name for path in two.iterdir()
-                    if not path.name.startswith("lock"))
-    events = next((name for name in names if names[name] and ".tfevents" in str(name)), None)
-    assert sum(".tfevents." in path.name for path in two.iterdir()) <= 1, events
-    assert {path.name for path in two.iterdir() if ".tfevents." not in path.name
-            and not path.name.startswith("lock")} == {
-        "checkpoint.pt", "checkpoint.previous.pt", "metrics.csv", "model"}
+    lines = output.splitlines()
+    for beginning in ("data: ", "tokens: ", "model: ", "steps: ", "device: ", "step 2/", "step 4/"):
+        assert sum(line.startswith(beginning) for line in lines) == 1, output
+    names = [path.name for path in two.iterdir() if not path.name.startswith("lock")]
+    assert sum(".tfevents." in name for name in names) == 1
+    assert sorted(name for name in names if ".tfevents." not in name) == [
+        "checkpoint.previous.pt", "checkpoint.pt", "metrics.csv", "model"]
 
 
 @pytest.fixture(scope="module")
@@ -200,46 +223,48 @@ def there_and_back(settings, tmp_path_factory):
     one, two = (as_flags(settings | dict(out_dir=folder / name)) for name in ("one", "two"))
     run_until(4, one)
     shutil.copytree(folder / "one", folder / "two")
-    process = start(two)
-    output = read_until(process, "step 8/")
-    process.send_signal(signal.SIGTERM)
-    output += finish(process)
-    results = dict(output=output, status=process.returncode)
-    results["two"] = load_checkpoint(str(folder / "two"))
-    step = results["two"]["step"]
+    job = Job(two, folder / "log")
+    job.wait_for_line("step 8/")
+    job.process.send_signal(signal.SIGTERM)
+    status, output = job.finish()
+    states = {"two": load_checkpoint(str(folder / "two"))}
+    step = states["two"]["step"]
+    assert step >= 8, output
     run_until(step, one)
-    results["one"] = load_checkpoint(str(folder / "one"))
-    for flags in (one, two):
+    states["one"] = load_checkpoint(str(folder / "one"))
+    for name, flags in (("one later", one), ("two later", two)):
         run_until(step + 3, flags)
-    return results | {f"{name} later": load_checkpoint(str(folder / name)) for name in ("one", "two")}
+        states[name] = load_checkpoint(str(folder / name.split()[0]))
+    return states, status, output
 
 
 def test_a_signal_to_the_launcher_saves_a_checkpoint(there_and_back):
-    assert there_and_back["status"] != 0
-    assert there_and_back["two"]["step"] >= 8
-    assert there_and_back["output"].count("stopped after step") == 1
+    states, status, output = there_and_back
+    assert status != 0
+    assert output.count("stopped after step") == 1
+    assert f"stopped after step {states['two']['step']} " in output
 
 
 @pytest.mark.parametrize("when", ["", " later"], ids=["with two", "back with one"])
 def test_a_run_of_one_process_goes_on_with_two_and_back(when, there_and_back):
-    expected, got = there_and_back["one" + when], there_and_back["two" + when]
+    expected, got = (there_and_back[0][name + when] for name in ("one", "two"))
     assert (got["step"], got["tokens"]) == (expected["step"], expected["tokens"])
     for name, weight in expected["model"].items():
         assert torch.allclose(got["model"][name], weight, **ROUNDING), name
 
 
 def test_two_processes_with_a_micro_batch_each_equal_one_with_two_bit_for_bit(there_and_back):
-    expected, got = there_and_back["one"], there_and_back["two"]
+    expected, got = (there_and_back[0][name] for name in ("one", "two"))
     for name, weight in expected["model"].items():
         assert torch.equal(got["model"][name], weight), name
 
 
 def test_a_process_that_dies_ends_the_job(settings, tmp_path):
-    process = start(as_flags(settings | dict(
+    job = Job(as_flags(settings | dict(
         out_dir=tmp_path / "out", cache_dir=tmp_path, train_tokens=10**9, max_epochs=10**6,
-        eval_every=10**6)))
-    read_until(process, "step 8/")
+        eval_every=10**6)), tmp_path / "log")
+    job.wait_for_line("step 8/")
     os.kill(int((tmp_path / "out" / "lock.owner").read_text()), signal.SIGKILL)
-    finish(process)
-    assert process.returncode != 0
+    status, _ = job.finish()
+    assert status != 0
     assert load_checkpoint(str(tmp_path / "out"))["step"] >= 4  # what was saved before is whole
