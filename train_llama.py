@@ -321,9 +321,15 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: str 
         if os.name == "posix":
             os.fsync(folder := os.open(path.parent, os.O_RDONLY))  # the name, too
             os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+    except Exception as error:  # torch.save raises RuntimeError on a full disk
         temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}, the old one is intact: {error}") from error
+
+def check_disk(folder: str, needed: float, what: str) -> None:
+    """Say how much space is needed and free; raise UserError if it is too little."""
+    free = shutil.disk_usage(folder).free
+    say(f"disk: {needed / 1e9:.2f} GB for {what} in {folder}, {free / 1e9:.1f} GB are free")
+    need(needed < free, f"too little free space for {what} in --cache_dir or --out_dir {folder}")
 
 def find_files(dataset: str) -> tuple[list[str], str]:
     """The files of a local data set, sorted, and their one kind; for a Hub name [] and "hub"."""
@@ -427,6 +433,8 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
                     raise FileNotFoundError
             facts = found
         if missing := not facts["ended"] and facts["train"]["tokens"] < needed:
+            most = min(needed, sum(map(os.path.getsize, files)) if files else needed)
+            check_disk(config.cache_dir, (most - facts["train"]["tokens"]) * size, "tokens")
             append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size)
     train, val = facts["train"], facts["val"]
     skipped = ", ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8))
@@ -597,14 +605,21 @@ def save_checkpoint(out_dir: str, checkpoint: dict) -> None:
             raise OSError(f"{damaged} was read back with a wrong checksum")
     write_atomically(Path(out_dir, "checkpoint.pt"), write, keep="checkpoint.previous.pt")
 
+def read_checkpoint(path: str | Path) -> dict:
+    """A checkpoint in host memory. Raises whatever a damaged file makes the libraries raise."""
+    if damaged := zipfile.ZipFile(path).testzip():  # torch.load ignores the checksums
+        raise ValueError(f"{damaged} has a wrong checksum")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
 def load_checkpoint(out_dir: str) -> dict | None:
-    """The newest whole checkpoint, in host memory; None without any, UserError if all are bad."""
+    """The newest whole checkpoint; None if there is none, UserError if all are damaged."""
     paths = [Path(out_dir, name) for name in ("checkpoint.pt", "checkpoint.previous.pt")]
     for path in (paths := [path for path in paths if path.exists()]):
         try:
-            if damaged := zipfile.ZipFile(path).testzip():  # torch.load ignores the checksums
-                raise ValueError(f"{damaged} has a wrong checksum")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = read_checkpoint(path)
+            if path != paths[0]:  # else the next save would let the bad one displace the good one
+                os.replace(paths[0], f"{paths[0]}.damaged")
+            return checkpoint
         except Exception as error:  # damage shows in every way
             say(f"{path} is damaged ({brief(error)})")
     need(not paths, f"--out_dir {out_dir} has no checkpoint that can be read, nothing was "
@@ -615,7 +630,7 @@ def load_weights(path: str) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint or in an exported model folder, for --init_from."""
     try:
         if os.path.isfile(path):
-            return torch.load(path, map_location="cpu", weights_only=True)["model"]
+            return read_checkpoint(path)["model"]
         with open(Path(path, "model.safetensors"), "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             data = torch.from_numpy(np.fromfile(file, np.float32))
@@ -625,17 +640,28 @@ def load_weights(path: str) -> dict[str, torch.Tensor]:
     except Exception as error:
         raise UserError(f"--init_from {path} is no checkpoint or model: {brief(error)}") from error
 
-def check_resume(checkpoint: dict, settings: dict, fingerprint: dict, path: str) -> None:
+def checksum(path: str, tokens: int) -> int:
+    """The CRC-32 of the first tokens of a file, in constant memory."""
+    crc, step = 0, 1 << 24
+    for i in range(0, tokens, step):
+        crc = zlib.crc32(map_tokens(path, tokens)[i : i + step], crc)
+    return crc
+
+def check_resume(checkpoint: dict, settings: dict, now: dict, facts: dict) -> None:
     """Say which settings have changed; raise UserError for those that make it another run."""
     saved, was = checkpoint["config"], checkpoint["fingerprint"]
     changed = {name: f"--{name} {saved.get(name)} -> {value}" for name, value in settings.items()
                if saved.get(name) != value}
     refused = [text for name, text in changed.items() if name in FIXED]
-    if was["tokenizer"] != fingerprint["tokenizer"]:
-        refused.append(f"the tokenizer in --tokenizer_path {settings['tokenizer_path']}")
-    elif (was["tokens"] > fingerprint["tokens"]
-          or was["crc32"] != zlib.crc32(map_tokens(path, was["tokens"]))):
-        refused.append(f"the text in --dataset {settings['dataset']}")
+    grown = now["tokens"] - was["tokens"]
+    same = grown >= 0 and not (was["ended"] and grown) and all(
+        was[name + "crc32"] == (now[name + "crc32"] if was[name + "tokens"] == now[name + "tokens"]
+                                else checksum(facts[split]["path"], was[name + "tokens"]))
+        for name, split in (("", "train"), ("val_", "val")))
+    if was["tokenizer"] != now["tokenizer"]:
+        refused.append(changed.get("tokenizer_path", f"another {settings['tokenizer_path']}"))
+    elif not same:
+        refused.append(changed.get("dataset", f"other text in --dataset {settings['dataset']}"))
     need(not refused, f"--out_dir {settings['out_dir']} has a run with other settings, change them "
                       f"back or choose another folder: {'; '.join(refused)}")
     for text in changed.values():
@@ -815,11 +841,11 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
     facts = prepare_tokens(config, tokenizer, max(before, windows * WINDOW * config.seq_len + 1))
     train, val = facts["train"], facts["val"]
     now = dict(tokens=train["tokens"], crc32=train["crc32"], val_tokens=val["tokens"],
-               val_bytes=val["bytes"],
+               val_bytes=val["bytes"], val_crc32=val["crc32"], ended=facts["ended"],
                tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
     if checkpoint:  # the held-out text stays the same, so that losses can be compared
-        check_resume(checkpoint, asdict(model_config) | asdict(config), now, train["path"])
-        now |= {name: checkpoint["fingerprint"][name] for name in ("val_tokens", "val_bytes")}
+        check_resume(checkpoint, asdict(model_config) | asdict(config), now, facts)
+        now |= {name: value for name, value in checkpoint["fingerprint"].items() if "val" in name}
     dataset, validation = (
         PretrainingDataset(path, tokens, config.seq_len, config.packing) if tokens else None
         for path, tokens in ((train["path"], now["tokens"]), (val["path"], now["val_tokens"])))
@@ -834,12 +860,13 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
          f"sequences of --seq_len {config.seq_len} give")
     return dataset, validation, rows, steps, now
 
-def open_log(out_dir: str, step: int) -> tuple[float, Callable[[dict], None]]:
-    """The seconds trained up to `step`, and a function that logs a row; later rows are dropped."""
+def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
+    """The last row logged up to `step`, and a function that logs one; later rows are dropped."""
     path, board = Path(out_dir, "metrics.csv"), None
     lines = path.read_text().splitlines()[1:] if path.exists() else []
-    lines = [line for line in lines if int(line.split(",")[0]) <= step]
-    text = "\n".join([",".join(METRICS), *lines, ""]).encode()
+    rows = [row for row in (line.split(",") for line in lines)  # a power cut may tear the last one
+            if len(row) == len(METRICS) and row[0].isdecimal() and int(row[0]) <= step]
+    text = "".join(",".join(row) + "\n" for row in [METRICS, *rows]).encode()
     write_atomically(path, lambda file: file.write(text))
     with contextlib.suppress(ImportError):
         from torch.utils.tensorboard import SummaryWriter
@@ -852,7 +879,7 @@ def open_log(out_dir: str, step: int) -> tuple[float, Callable[[dict], None]]:
         for name in row.keys() - METRICS[:3] if board else ():
             board.add_scalar(name, row[name], row["step"])
 
-    return float(lines[-1].split(",")[2]) if lines else 0.0, log
+    return dict(zip(METRICS, rows[-1])) if rows else {}, log
 
 def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarray,
                   at_once: int, autocast: Callable, scaler: torch.amp.GradScaler) -> torch.Tensor:
@@ -890,7 +917,10 @@ def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.de
             scaler.load_state_dict(checkpoint["scaler"])
     elif config.init_from:
         try:
-            model.load_state_dict(load_weights(config.init_from))
+            weights = load_weights(config.init_from)
+            if model_config.tie_word_embeddings:  # an exported model has the matrix once
+                weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+            model.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"--init_from {config.init_from} has another shape: "
                             + str(error).splitlines()[1].strip()) from None
@@ -900,14 +930,21 @@ def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.devi
              first: int, steps: int, peak: float) -> None:
     """Say what the settings come to. Raises UserError if the disk has too little space."""
     weights, tokens = sum(w.numel() for w in model.parameters()), config.batch_size * config.seq_len
-    gb, free = 40e-9 * weights, shutil.disk_usage(config.out_dir).free / 1e9
     hours = (steps - first) * tokens * flops_per_token(model, config.seq_len) / (0.4 * peak) / 3600
     say(f"model: {weights:,} parameters\nsteps: {first:,} to {steps:,}, {tokens:,} tokens each, "
         f"{steps * config.batch_size / rows:.2f} epochs of {rows:,} sequences\ndevice: {device}, "
         f"{config.dtype}, {peak / 1e12:.2f} TFLOP/s in a matrix product; at 40 % of that "
-        f"{hours:.2g} hours to go\ndisk: {gb:.2f} GB for three checkpoints and the model in "
-        f"{config.out_dir}, {free:.1f} GB are free")
-    need(gb < free, f"--out_dir {config.out_dir} has too little free space")
+        f"{hours:.2g} hours to go")
+    check_disk(config.out_dir, 40 * weights, "three checkpoints and the model")
+
+def show(row: dict, bar: tqdm) -> None:
+    """Put a row of metrics behind the progress bar, or on a line where there is no terminal."""
+    text = (f"loss {row['loss']:.4f}, rate {row['learning_rate']:.2e}, "
+            f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_share']:.0%} of peak, "
+            f"{row['memory_gb']:.1f} GB")
+    bar.set_postfix_str(text)
+    if bar.disable:
+        say(f"step {row['step']:,}/{bar.total:,}: {text}")
 
 def validate(model: nn.Module, dataset: PretrainingDataset, tokenizer: Tokenizer,
              config: TrainConfig, text_bytes: int, step: int) -> dict:
@@ -928,7 +965,9 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     device, config.dtype = choose_device(config.device, config.dtype)
     dataset, validation, rows, steps, fingerprint = plan_run(
         model_config, config, tokenizer, checkpoint)
-    if first >= steps and Path(config.out_dir, "model").exists():
+    exported = Path(config.out_dir, "model")  # unless it is that of a shorter run
+    if first >= steps and exported.exists() and exported.stat().st_mtime >= max(
+            path.stat().st_mtime for path in exported.parent.glob("checkpoint*.pt")):
         say(f"--out_dir {config.out_dir}: this run of {steps:,} steps is finished")
         return {}
     model, optimizers, scaler = start_model(model_config, config, device, checkpoint)
@@ -946,12 +985,14 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     if WORLD > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         parallel = nn.parallel.DistributedDataParallel(model)
-    seconds, log = open_log(config.out_dir, first) if RANK == 0 else (0.0, lambda row: None)
-    nats, labels, bad, row, caught = torch.zeros((), device=device), 0, 0, {}, []
+    row, log = open_log(config.out_dir, first) if RANK == 0 else ({}, lambda row: None)
+    nats, labels, bad, caught = torch.zeros((), device=device), 0, 0, []
+    seconds = float(row.get("seconds", 0))
     with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the second one ends the process
+        both = signal.SIGINT, signal.SIGTERM
+        for number in both:  # after the first one, the second ends the process
             stack.callback(signal.signal, number, signal.signal(number, lambda number, _: (
-                caught.append(number), signal.signal(number, signal.SIG_DFL))))
+                caught.append(number), [signal.signal(each, signal.SIG_DFL) for each in both])))
         bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step",
                                        disable=True if RANK else None))
         for step in range(first, steps):
@@ -976,13 +1017,13 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
 
             tokens, done = tokens + dataset.count_labels(chosen), step + 1
             bar.update()
+            stopping = caught  # the same list: it gets late signals, too
             if WORLD > 1:  # all stop together
                 signals = torch.tensor(caught[:1] or [0], device=device)
                 dist.all_reduce(signals, dist.ReduceOp.MAX)
-                caught[:] = filter(None, signals.tolist())
-            ending = done == steps or caught
+                stopping = [number for number in signals.tolist() if number]
             evaluating = validation and (done == steps or done % config.eval_every == 0)
-            if ending or evaluating or done % config.log_every == 0:
+            if done == steps or stopping or evaluating or done % config.log_every == 0:
                 if WORLD > 1:
                     dist.all_reduce(nats)
                 loss, took = nats.item() / (labels or math.nan), time.monotonic() - start
@@ -991,26 +1032,23 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                 row = dict(step=done, tokens=tokens, seconds=seconds, loss=loss, learning_rate=rate,
                            grad_norm=norm, tokens_per_second=speed, peak_share=share,
                            memory_gb=memory_gb(device))
-                text = (f"loss {loss:.4f}, rate {rate:.2e}, {speed:,.0f} tokens/s, {share:.0%} of "
-                        f"peak, {row['memory_gb']:.1f} GB")
-                bar.set_postfix_str(text)
-                if bar.disable:  # not a terminal
-                    say(f"step {done:,}/{steps:,}: {text}")
+                show(row, bar)
                 if evaluating:
                     with autocast():
                         row |= validate(model, validation, tokenizer, config,
                                         fingerprint["val_bytes"], done)
                 log(row)
                 nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
-            if RANK == 0 and (ending or not bad and done % config.save_every == 0):
+            saving = done == steps or stopping or not bad and done % config.save_every == 0
+            if saving and RANK == 0:
                 save_checkpoint(config.out_dir, dict(
                     model=model.state_dict(), optimizer=[o.state_dict() for o in optimizers],
                     scaler=scaler.state_dict(), step=done, tokens=tokens, fingerprint=fingerprint,
                     config=asdict(model_config) | asdict(config),
                     versions=dict(torch=str(torch.__version__), numpy=np.__version__)))
-            if caught and done < steps:
+            if saving and stopping and done < steps:
                 say(f"stopped after step {done:,} and saved: the same command goes on from there")
-                raise SystemExit(128 + caught[0])
+                raise SystemExit(128 + stopping[0])
     if RANK == 0:
         export_model(model, tokenizer, config, tokens, row)
     return row
@@ -1050,6 +1088,9 @@ def main(argv: list[str] | None = None) -> None:
         row = train(model_config, config, tokenizer)
     except Timeout:
         raise UserError(f"process {owner.read_text()} uses --out_dir {config.out_dir}") from None
+    except OSError as error:  # Timeout is one, too
+        raise UserError(f"cannot use --out_dir {config.out_dir} or --cache_dir {config.cache_dir} "
+                        f"({error}): when that is mended, the same command goes on") from error
     except KeyboardInterrupt:  # before the first step
         raise SystemExit(130) from None
     except RuntimeError as error:
@@ -1061,7 +1102,7 @@ def main(argv: list[str] | None = None) -> None:
         lock.release()
     if s.demo and row:
         from train_tokenizer import report_demo
-        report_demo(config, row["bits_per_byte"])
+        report_demo(config, float(row["bits_per_byte"]))
         config.prompt = "class Stack:\n    def "
         continue_prompt(config, tokenizer)
 

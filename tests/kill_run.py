@@ -2,20 +2,12 @@
 
     python tests/kill_run.py --kills 50 --seed 1
 
-A run trains a tokenizer, prepares tokens, trains a tiny model and exports it, on the CPU with one
-thread. One run is left alone. The others are killed (SIGKILL) and started again with the same
-command until they finish: then their tokenizer, tokens, weights, optimiser state and exported model
-must equal those of the first, bit for bit. Prints a table; the exit status is 1 if any differ.
+A run trains a tokenizer, prepares tokens, trains a tiny model and exports it, on one CPU thread.
+One is left alone. The others are killed (SIGKILL) and started again with the same command until
+they finish: then their tokenizer, tokens, weights, optimiser state and exported model must equal
+those of the first, bit for bit. Prints a table, and exits with 1 if any differ.
 """
-import argparse
-import hashlib
-import os
-import random
-import subprocess
-import sys
-import sysconfig
-import tempfile
-import time
+import argparse, contextlib, hashlib, os, random, subprocess, sys, sysconfig, tempfile, time
 from collections import Counter
 from pathlib import Path
 
@@ -39,15 +31,7 @@ train_llama.main({[*DATA, *TRAINING]})
 PHASES = {  # and the file that appears or changes when one begins
     "tokenizer": "imported", "tokens": "tokens/*.train.u2", "training": "out/metrics.csv",
     "saving": "out/checkpoint*tmp", "export": "out/model.new"}
-RESULTS = {"tokenizer": "bpe_50k.json", "tokens": "tokens/*.json"}  # their phases are not repeated
-
-
-def begun(folder: Path, phase: str, since: float) -> bool:
-    """Whether the phase's file is there and new: a killed process leaves old ones behind."""
-    try:
-        return any(path.stat().st_mtime > since for path in folder.glob(PHASES[phase]))
-    except FileNotFoundError:  # it was there, and has been renamed
-        return False
+RESULTS = {"tokenizer": "bpe_50k.json", "tokens": "tokens/*.json"}  # of phases not repeated
 
 
 def start(folder: Path, plan: list[tuple[str, float]], kill: bool) -> tuple[bool, list[float]]:
@@ -56,12 +40,17 @@ def start(folder: Path, plan: list[tuple[str, float]], kill: bool) -> tuple[bool
     Returns whether it was killed, and the times at which the phases began and it ended.
     """
     times, since = [], time.time()
+
+    def begun(phase: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):  # it was there, and has been renamed
+            return any(path.stat().st_mtime > since for path in folder.glob(PHASES[phase]))
+
     with open(folder / "output.txt", "a") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", COMMAND], cwd=folder, stdout=output, stderr=output,
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     for phase, pause in plan:
-        while process.poll() is None and not begun(folder, phase, since):
+        while process.poll() is None and not begun(phase):
             time.sleep(0.0005)
         times.append(time.time())
         while process.poll() is None and time.time() < times[-1] + pause:
@@ -84,7 +73,7 @@ def digest(folder: Path) -> dict[str, str]:
         return repr(tree).encode()
 
     parts = torch.load(folder / "out" / "checkpoint.pt", weights_only=True)
-    parts = {name: parts[name] for name in ("model", "optimizer", "scaler", "step", "tokens")}
+    del parts["config"], parts["fingerprint"], parts["versions"]
     for name, pattern in (("export", "out/model/*"), ("token files", "tokens/*.u2"),
                           ("tokenizer", RESULTS["tokenizer"])):
         parts[name] = {path.name: path.read_bytes() for path in sorted(folder.glob(pattern))
@@ -94,8 +83,8 @@ def digest(folder: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("--kills", 10), ("--seed", 0)):
+        parser.add_argument(name, type=int, default=default)
     flags = parser.parse_args()
     chance, tried, kills, runs, equal = random.Random(flags.seed), Counter(), Counter(), 0, 0
     with tempfile.TemporaryDirectory() as place:
@@ -108,12 +97,10 @@ def main() -> None:
             (folder := Path(place, str(runs := runs + 1))).mkdir()
             before, killed = kills.copy(), True
             while killed:
-                left = [phase for phase in PHASES
-                        if phase not in RESULTS or not any(folder.glob(RESULTS[phase]))]
+                left = [name for name in PHASES if not any(folder.glob(RESULTS.get(name, "-")))]
                 phase = min(left, key=lambda phase: (tried[phase], chance.random()))
-                plan = [(phase, chance.random() * seconds[phase])]
-                if phase == "saving":  # any of the saves
-                    plan.insert(0, ("training", chance.random() * seconds["training"]))
+                first = [("training", chance.random() * seconds["training"])]  # then a random save
+                plan = first * (phase == "saving") + [(phase, chance.random() * seconds[phase])]
                 killed, _ = start(folder, plan, kill=kills.total() < flags.kills)
                 tried[phase] += 1
                 kills[phase] += killed
@@ -121,9 +108,8 @@ def main() -> None:
             equal += not wrong
             print(f"run {runs}: killed in {', '.join((kills - before).elements()) or 'nothing'}; "
                   f"{'DIFFERENT: ' + ', '.join(wrong) if wrong else 'equal'}", flush=True)
-    print(f"\n{'phase':<12}{'seconds':>8}{'kills':>7}")
     for phase in PHASES:
-        print(f"{phase:<12}{seconds[phase]:>8.2f}{kills[phase]:>7}")
+        print(f"{phase:<10}{seconds[phase]:>6.2f} s{kills[phase]:>4} kills")
     print(f"{kills.total()} kills in {runs} runs, of which {equal} ended bit-identical")
     sys.exit(equal < runs)
 

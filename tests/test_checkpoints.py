@@ -41,7 +41,6 @@ UNPACKED = EPOCHS | dict(packing=False, seq_len=60, batch_size=8, micro_batch_si
 # Runs of different lengths agree at equal steps only when the rate does not depend on the length.
 STEADY = dict(warmup_steps=0, min_learning_rate=1e-3)
 
-
 source_of = functools.cache(inspect.getsource)  # takes 0.1 s for the classes with the settings
 
 
@@ -890,7 +889,7 @@ def half_cosine(step, peak, lowest):
     (dict(schedule="wsd"), [1e-3] * 5 + [5e-4, 0]),
     (dict(warmup_steps=9), [7e-3 / 9, 8e-3 / 9, 1e-3] + [
         1e-3 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4)])],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+    ids=["learning_rate", "min_learning_rate", "schedule", "warmup_steps"])
 def test_changed_rates_are_said_and_applied_from_the_next_step_on(
         run, out, capsys, changes, rates):
     (name, now), = changes.items()
@@ -1111,7 +1110,14 @@ def test_init_from_with_other_shapes_is_refused_in_one_sentence(
     assert not (tmp_path / "new" / "checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize("damage", [truncated(0.5), with_a_hole], ids=["truncated", "hole"])
+def with_a_flipped_bit_in_a_weight(data):
+    checkpoint = torch.load(io.BytesIO(data), weights_only=True)
+    place = data.index(checkpoint["model"]["lm_head.weight"].numpy().tobytes())
+    return data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", [truncated(0.5), with_a_flipped_bit_in_a_weight],
+                         ids=["truncated", "flipped bit"])
 def test_init_from_a_damaged_checkpoint_is_refused(run, out, tmp_path, damage):
     path = out / "checkpoint.pt"
     path.write_bytes(damage(path.read_bytes()))

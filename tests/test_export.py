@@ -21,9 +21,18 @@ from train_llama import export_model, generate, load_checkpoint, load_tokenizer
 
 SEQ_LEN = 48  # what the model is said to be trained on, below its 64 positions
 PROMPT = "alpha beta"
-HARD_TEXTS = ["", " ", "\n\n\t ", "alpha  beta\r\ngamma", "Ünïcödé ½ e\u0301 ﬁ", "👩\u200d🚀 \x00 \x7f",
+HARD_TEXTS = ["", " ", "\n\n\t ", "alpha  beta\r\ngamma", "Ünïcödé ½ e\u0301 ﬁ",
+              "👩\u200d🚀 \x00 \x7f",
               "don't can 't ''' `x`", "漢字かな 123 456,789.0", "\ufeff\u2028\u00a0\ufffd", " . , ! ?",
               "[EOT] [PAD] [BOT] [UNK]", "<s></s><|endoftext|>", "a[BOT]b[EOT]"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_second_spent_on_the_peak():
+    """The share of the measured peak is not what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_llama, "measure_peak", lambda device, dtype: 1e12)
+        yield
 
 
 def make_model(vocab_size: int, **changes) -> LlamaForPretraining:
@@ -217,9 +226,13 @@ def test_settings_that_are_not_the_defaults_survive(exported):
         assert getattr(config, name) == getattr(model.config, name), name
 
 
-def test_the_config_has_rope_theta_where_transformers_4_looks_for_it(folder):
-    config = json.loads((folder / "config.json").read_text())
+def test_the_folder_says_what_transformers_4_would_otherwise_guess_wrongly(folder):
+    config, tokens = (json.loads((folder / name).read_text())
+                      for name in ("config.json", "tokenizer_config.json"))
     assert config["rope_theta"] == 500.0 and "rope_parameters" not in config
+    assert config["torch_dtype"] == "float32"
+    assert tokens["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert tokens["model_input_names"] == ["input_ids", "attention_mask"]  # no token types
 
 
 def test_the_longest_sequence_is_the_one_that_was_trained_on(folder, their_tokenizer):

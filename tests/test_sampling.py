@@ -16,6 +16,14 @@ PROMPT = "alpha beta"
 SEQ_LEN = 16
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_second_spent_on_the_peak():
+    """The share of the measured peak is not what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_llama, "measure_peak", lambda device, dtype: 1e12)
+        yield
+
+
 class Scripted(nn.Module):
     """A head that makes the tokens of a list the likeliest, one after the other."""
 
@@ -216,7 +224,7 @@ def test_other_control_tokens_are_not_shown(model, tokenizer):
 @pytest.mark.parametrize("temperature, top_k", [(0.5, 0), (1.0, 0), (2.0, 0), (1.0, 3)])
 def test_tokens_are_drawn_by_the_softmax_of_the_logits(temperature, top_k, tokenizer):
     """Each of five letters comes as often as it should, give or take five standard errors."""
-    size, draws = tokenizer.get_vocab_size(), 2000
+    size, draws = tokenizer.get_vocab_size(), 1500
     letters, logits = "abcde", torch.tensor([1.0, 0.0, 2.0, 0.5, -1.0])
     model = LlamaForPretraining(LlamaConfig(size, 4, 4, 4, 1, 1, 1))
     model.lm_head = Fixed(torch.full((size,), -1e9))

@@ -148,7 +148,7 @@ def test_the_demo_can_be_prompted():
 
 # ---- one wrong flag ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("argv", [["--hiden_size", "64"], ["--seq", "64"], ["--vocab_size", "9"],
+@pytest.mark.parametrize("argv", [["--hiden_size", "64"], ["--temp", "1"], ["--vocab_size", "9"],
                                   ["--no-seed"]])
 def test_an_unknown_flag_stops_with_a_sentence_that_names_it(argv, refused, run_flags):
     message = refused([*run_flags(), *argv])

@@ -263,7 +263,7 @@ def test_pathological_rows_train_and_encode_and_nothing_is_dropped(tmp_path):
     path = write(tmp_path, "rows.jsonl", lines(*(dict(text=text) for text in texts)))
     flags = as_flags(dict(dataset=path, vocab_size=1000, val_every=0,
                           tokenizer_path=tmp_path / "bpe.json"))
-    process = run_script("train_tokenizer.py", *flags, cwd=tmp_path, timeout=60)
+    process = run_script("train_tokenizer.py", *flags, cwd=tmp_path, timeout=100)
     assert process.returncode == 0, process.stderr
     assert f"{sum(len(text.encode()) for text in texts):,} bytes" in process.stdout
     tokenizer = load_tokenizer(str(tmp_path / "bpe.json"))

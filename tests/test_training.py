@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train_llama
 from conftest import TINY_MODEL, TINY_RUN, as_flags
@@ -185,17 +186,18 @@ def test_the_metrics_have_the_documented_columns_and_rows(plain):
     assert numbers(plain.rows, "seconds") == sorted(numbers(plain.rows, "seconds"))
 
 
-def test_the_tokens_are_the_labels_trained_on(plain, run):
-    fingerprint, labels = plain.checkpoint["fingerprint"], []
-    (path,) = Path(plain.checkpoint["config"]["cache_dir"]).glob("*.train.u*")
-    dataset = PretrainingDataset(str(path), fingerprint["tokens"], 16)
-    for step in range(13):
-        rows = rows_of_step(step, 4, len(dataset), seed=1)
-        labels.append(sum((dataset[int(row)]["labels"] != -100).sum().item() for row in rows))
-    expected = list(itertools.accumulate(labels))
-    assert numbers(plain.rows, "tokens") == expected
-    assert plain.checkpoint["tokens"] == expected[-1] >= TINY_RUN["train_tokens"]
-    assert plain.checkpoint["step"] == 13
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_tokens_are_the_labels_trained_on(packing, run):
+    checkpoint = (finished := run(packing=packing, eval_every=100)).checkpoint
+    (path,) = Path(checkpoint["config"]["cache_dir"]).glob("*.train.u*")
+    dataset = PretrainingDataset(str(path), checkpoint["fingerprint"]["tokens"], 16, packing)
+    labels = np.array([(dataset[i]["labels"] != -100).sum() for i in range(len(dataset))])
+    assert packing == (labels[:-1] == 16).all()
+
+    steps = math.ceil(TINY_RUN["train_tokens"] / (4 * labels.mean()))
+    expected = [labels[rows_of_step(step, 4, len(dataset), seed=1)].sum() for step in range(steps)]
+    assert numbers(finished.rows, "tokens") == np.cumsum(expected).tolist()
+    assert (checkpoint["step"], checkpoint["tokens"]) == (steps, sum(expected))
 
 
 def test_the_loss_starts_at_guessing_and_goes_down(plain):
@@ -206,10 +208,38 @@ def test_the_loss_starts_at_guessing_and_goes_down(plain):
     assert numbers(plain.rows, "val_loss")[-1] < losses[0] - 1.5
 
 
-def test_the_learning_rate_in_the_metrics_is_the_schedules(plain):
-    config = settings_of(plain.checkpoint)
-    assert numbers(plain.rows, "learning_rate") == [
-        learning_rate_at(step, 13, config) for step in range(13)]
+@pytest.fixture
+def updates():
+    """For each optimiser's update: its learning rates, and the squared norm of its gradients."""
+    seen = []
+
+    def look(optimizer, args, kwargs):
+        squares = sum(weight.grad.square().sum().item()
+                      for group in optimizer.param_groups for weight in group["params"])
+        seen.append(({group["lr"] for group in optimizer.param_groups}, squares))
+
+    hook = register_optimizer_step_pre_hook(look)
+    yield seen
+    hook.remove()
+
+
+@pytest.mark.parametrize("kind, optimisers", [("adamw", 1), ("muon", 2)])
+def test_every_update_has_the_schedules_learning_rate(kind, optimisers, updates, run):
+    finished = run(optimizer=kind, min_learning_rate=0.001)
+    config = settings_of(finished.checkpoint)
+    expected = [learning_rate_at(step, 13, config) for step in range(13)]
+    assert numbers(finished.rows, "learning_rate") == expected
+    assert [rates for rates, _ in updates] == [
+        {rate} for rate in expected for _ in range(optimisers)]
+
+
+@pytest.mark.parametrize("limit", [0.5, 0])
+def test_the_norm_over_all_gradients_is_limited_before_the_update(limit, updates, run):
+    finished = run(optimizer="muon", grad_clip=limit, eval_every=100)
+    measured = numbers(finished.rows, "grad_norm")
+    assert min(measured) > 0.6  # what is logged is the norm before
+    found = [math.sqrt(one + two) for (_, one), (_, two) in zip(updates[::2], updates[1::2])]
+    assert found == pytest.approx([limit or norm for norm in measured], rel=1e-5)
 
 
 def test_the_loss_in_the_metrics_is_the_mean_since_the_last_line(plain, run):
