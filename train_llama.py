@@ -981,13 +981,12 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
         if config.compile or config.compile is None and device.type != "mps" and os.name == "posix":
             batch = dataset.batch(np.zeros(at_once, int))
             compile_model(model, [tensor.to(device) for tensor in batch])
-    parallel, start = model, time.monotonic()
+    parallel, bad, caught, start = model, 0, [], time.monotonic()
     if WORLD > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         parallel = nn.parallel.DistributedDataParallel(model)
     row, log = open_log(config.out_dir, first) if RANK == 0 else ({}, lambda row: None)
-    nats, labels, bad, caught = torch.zeros((), device=device), 0, 0, []
-    seconds = float(row.get("seconds", 0))
+    nats, labels, seconds = torch.zeros((), device=device), 0, float(row.get("seconds", 0))
     with contextlib.ExitStack() as stack:
         both = signal.SIGINT, signal.SIGTERM
         for number in both:  # after the first one, the second ends the process
