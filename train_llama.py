@@ -889,7 +889,7 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
     process takes its share of the rows; DistributedDataParallel averages, hence the x WORLD.
     """
     device, labels_of_step = next(model.parameters()).device, dataset.count_labels(rows)
-    nats, mine = torch.zeros((), device=device), rows[RANK::WORLD]
+    nats, mine = torch.zeros((), device=device), np.split(rows, WORLD)[RANK]
     for i in range(0, len(mine), at_once):
         batch = dataset.batch(mine[i : i + at_once])
         if device.type == "cuda":  # copies from pinned memory need no waiting for

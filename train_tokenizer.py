@@ -4,8 +4,8 @@
     python train_tokenizer.py                   # on the first documents of FineWeb
     python train_tokenizer.py --dataset "texts/**/*.md" --tokenizer_path mine.json
 
-It starts from the 256 bytes, so that any text can be written and none is lost, and then joins, again
-and again, the most frequent pair of neighbours into a new token.
+It starts from the 256 bytes, so that any text can be written and none is lost, and then joins,
+again and again, the most frequent pair of neighbours into a new token.
 """
 from __future__ import annotations
 
@@ -100,13 +100,14 @@ def main(argv: list[str] | None = None) -> None:
                         "first document out)")
     write_atomically(path, lambda file: file.write(tokenizer.to_str(pretty=True).encode()))
     tokenizer = load_tokenizer(config.tokenizer_path)
-    check_round_trip(tokenizer, [*examples, "Ünïcödé ½ e\u0301 ﬁ 👩\u200d🚀 \x00 [EOT]\r\n\t  end"])
+    hard = "Ünïcödé ½ e\u0301 ﬁ 👩\u200d🚀 \x00 [EOT]\r\n\t  end"
+    check_round_trip(tokenizer, [*examples, hard])
     tokens = sum(len(encoding) for encoding in tokenizer.encode_batch_fast(examples))
     learnt = tokenizer.get_vocab_size()
     few = f" (fewer than the {config.vocab_size:,} wanted: the text is short)"
     sentence = tokenizer.encode("The quick brown fox counts to 1,000.", add_special_tokens=False)
-    say(f"{path}: {learnt:,} tokens{few * (learnt < config.vocab_size)}, learnt from {size:,} bytes; "
-        f"{sum(len(text.encode()) for text in examples) / tokens:.2f} bytes a token; rows skipped: "
+    say(f"{path}: {learnt:,} tokens{few * (learnt < config.vocab_size)}, learnt from {size:,} bytes"
+        f"; {sum(len(text.encode()) for text in examples) / tokens:.2f} bytes a token; rows skipped: "
         f"{dict(skipped) or 'none'}\n{sentence.tokens}\nAll of {len(examples)} texts come back "
         "exactly from their tokens.")
 

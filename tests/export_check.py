@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 SEQ_LEN = 48
-TEXTS = ["alpha beta", "", " ", "\r\n\t x", "Ünïcödé ½ e\u0301 ﬁ", "👩\u200d🚀 \x00", "don't 1,234.5",
-         "[EOT] [PAD] [BOT] [UNK]", "a[EOT]"]
+TEXTS = ["alpha beta", "", " ", "\r\n\t x", "Ünïcödé ½ e\u0301 ﬁ", "👩\u200d🚀 \x00",
+         "don't 1,234.5", "[EOT] [PAD] [BOT] [UNK]", "a[EOT]"]
 
 
 def write(folder: Path) -> None:

@@ -936,14 +936,22 @@ def test_tokens_take_two_bytes_and_four_when_the_vocabulary_needs_it(size, item,
     assert input_ids.flatten().tolist() == ids[:72] and labels.flatten().tolist() == ids[1:73]
 
 
-def test_preparation_says_what_it_read_kept_skipped_and_where_it_is(library, prepare, capsys):
+def test_preparation_says_what_it_read_kept_and_skipped(library, prepare, capsys):
     facts = prepare(library)
     output = capsys.readouterr().out
     train, val = facts["train"], facts["val"]
     for words in (f"{len(TEXTS)} documents", "blank", f"{train['tokens']:,}", f"{val['tokens']:,}",
-                  f"{train['bytes'] / train['tokens']:.2f} bytes", str(Path(train["path"]).parent)):
+                  f"{train['bytes'] / train['tokens']:.2f} bytes"):
         assert words in output
-    assert re.search(r"\d [kMG]?B\b", output)  # the size of the cache folder
+
+
+def test_one_line_names_the_cache_folder_and_its_size(tmp_path, prepare, capsys):
+    path = write(tmp_path, "a.jsonl", lines(*(dict(text=text) for text in TEXTS)))
+    for _ in range(2):  # written, and reused
+        prepare(path)
+        said = capsys.readouterr().out.splitlines()
+        (line,) = [line for line in said if str(tmp_path / "tokens") in line and "free" not in line]
+        assert re.search(r"\d ?[kMG]?B\b", line)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def metrics(out_dir) -> list[dict[str, str]]:
 
 @pytest.fixture(params=[True, False], ids=["packed", "unpacked"])
 def dataset(request, tmp_path) -> PretrainingDataset:
-    """17 rows of random tokens, in documents of 2 to 40 tokens."""
+    """17 rows or more of random tokens, in documents of 2 to 40 tokens."""
     random, tokens = np.random.default_rng(0), []
     while len(tokens) < 17 * 16:
         tokens += [1, *random.integers(4, 50, random.integers(0, 39)), 2]

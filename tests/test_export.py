@@ -23,8 +23,8 @@ SEQ_LEN = 48  # what the model is said to be trained on, below its 64 positions
 PROMPT = "alpha beta"
 HARD_TEXTS = ["", " ", "\n\n\t ", "alpha  beta\r\ngamma", "Ünïcödé ½ e\u0301 ﬁ",
               "👩\u200d🚀 \x00 \x7f",
-              "don't can 't ''' `x`", "漢字かな 123 456,789.0", "\ufeff\u2028\u00a0\ufffd", " . , ! ?",
-              "[EOT] [PAD] [BOT] [UNK]", "<s></s><|endoftext|>", "a[BOT]b[EOT]"]
+              "don't can 't ''' `x`", "漢字かな 123 456,789.0", "\ufeff\u2028\u00a0\ufffd",
+              " . , ! ?", "[EOT] [PAD] [BOT] [UNK]", "<s></s><|endoftext|>", "a[BOT]b[EOT]"]
 
 
 @pytest.fixture(scope="module", autouse=True)
