@@ -106,10 +106,10 @@ def main(argv: list[str] | None = None) -> None:
     learnt = tokenizer.get_vocab_size()
     few = f" (fewer than the {config.vocab_size:,} wanted: the text is short)"
     sentence = tokenizer.encode("The quick brown fox counts to 1,000.", add_special_tokens=False)
-    say(f"{path}: {learnt:,} tokens{few * (learnt < config.vocab_size)}, learnt from {size:,} bytes"
-        f"; {sum(len(text.encode()) for text in examples) / tokens:.2f} bytes a token; rows skipped: "
-        f"{dict(skipped) or 'none'}\n{sentence.tokens}\nAll of {len(examples)} texts come back "
-        "exactly from their tokens.")
+    share = sum(len(text.encode()) for text in examples) / tokens
+    say(f"{path}: {learnt:,} tokens{few * (learnt < config.vocab_size)}, learnt from {size:,} "
+        f"bytes; {share:.2f} bytes a token; rows skipped: {dict(skipped) or 'none'}\n"
+        f"{sentence.tokens}\nAll of {len(examples)} texts come back exactly from their tokens.")
 
 if __name__ == "__main__":
     main()

@@ -36,7 +36,7 @@ from train_llama import (BOT, EOT, PAD, SPECIAL_TOKENS, UNK, PretrainingDataset,
                          UserError, find_files, load_documents, load_tokenizer, open_rows,
                          prepare_tokens, rows_of_step)
 
-ALL = 10**12  # more tokens than any corpus here has
+ALL = 10**9  # more tokens than any corpus here has
 
 
 def read(dataset, text_column="text") -> tuple[list[str], Counter]:

@@ -312,7 +312,8 @@ def test_prompt_takes_the_shape_of_the_model_from_the_checkpoint(ask):
     assert ask(hidden_size=96, num_hidden_layers=3, seq_len=8) == ask()
 
 
-@pytest.mark.parametrize("prompt", ["", " ", "[EOT] [PAD]", "é👩\u200d🚀\r\n", "-5", "alpha " * 50])
+@pytest.mark.parametrize(
+    "prompt", ["", " ", "[EOT] [PAD]", "é👩\u200d🚀\r\n", "-5", "alpha " * 50])
 def test_any_prompt_works(prompt, ask):
     lines = ask(prompt=prompt)
     assert prompt.replace("\r\n", "\n") in lines.replace("\r\n", "\n")

@@ -269,7 +269,7 @@ def test_pathological_rows_train_and_encode_and_nothing_is_dropped(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "bpe.json"))
     (tmp_path / "tokens").mkdir()
     facts = prepare_tokens(TrainConfig(dataset=str(path), val_every=0,
-                                       cache_dir=str(tmp_path / "tokens")), tokenizer, 10**12)
+                                       cache_dir=str(tmp_path / "tokens")), tokenizer, 10**9)
     assert facts["documents"] == len(texts) and not facts["skipped"]
     ids = train_llama.np.fromfile(facts["train"]["path"], "<u2")
     documents = train_llama.np.split(ids, train_llama.np.flatnonzero(ids == BOT))[1:]
