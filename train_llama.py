@@ -333,18 +333,23 @@ def check_disk(folder: str, needed: float, what: str) -> None:
 
 def find_files(dataset: str) -> tuple[list[str], str]:
     """The files of a local data set, sorted, and their one kind; for a Hub name [] and "hub"."""
-    path = sysconfig.get_path("stdlib") if dataset == STDLIB else os.path.expanduser(dataset)
-    if os.path.isdir(path):  # all that is below it and not hidden
-        path = os.path.join(glob.escape(path), "**", "*.py" if dataset == STDLIB else "*")
-    names = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
-    left_out = re.compile(r"[\\/](tests?|idlelib|lib2to3|(site|dist)-packages)[\\/]")
-    files = list({os.path.realpath(name): name for name in names if os.path.isfile(name)
-                  and not (dataset == STDLIB and left_out.search(name))}.values())
+    demo, seen = dataset == STDLIB, set()
+    path = sysconfig.get_path("stdlib") if demo else os.path.expanduser(dataset)
+    names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    left_out = re.compile(r"\.|(tests?|idlelib|lib2to3|(site|dist)-packages)$" if demo else r"\.")
+    for folder, folders, found in os.walk(path, followlinks=True):  # of a folder, what is below it
+        new = (real := os.path.realpath(folder)) not in seen  # links may make a circle
+        seen.add(real)
+        folders[:] = [name for name in sorted(folders) if new and not left_out.match(name)]
+        names += [os.path.join(folder, name) for name in found
+                  if new and name[0] != "." and (name.endswith(".py") or not demo)]
+    files = list({os.path.realpath(name): name for name in sorted(names)
+                  if os.path.isfile(name)}.values())
     kinds = Counter("parquet" if name.endswith(".parquet") else "json" if re.search(
         r"\.(json|jsonl|ndjson)(\.gz|\.zst)?$", name) else "text" for name in files)
     need(len(kinds) < 2, f"--dataset {dataset} mixes {dict(kinds)} files: name one kind, such as "
                          f"'{dataset}/**/*.jsonl'")
-    need(files or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset),
+    need(files or not names and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset),
          f"--dataset {dataset}: there is no such file, folder or pattern of files")
     return files, next(iter(kinds), "hub")
 
@@ -373,9 +378,11 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
     try:
         if kind == "hub":  # the revision is kept, so that appending finds the same rows
             revision = revision or huggingface_hub.dataset_info(dataset).sha
-            rows = datasets.load_dataset(dataset, dataset_config or None, split="train",
-                                         streaming=True, revision=revision)
-            columns = rows.column_names or list(next(iter(rows)))
+            load = functools.partial(datasets.load_dataset, dataset, dataset_config or None,
+                                     split="train", streaming=True, revision=revision)
+            columns = (rows := load()).column_names or list(next(iter(rows)))
+            if rows.info.builder_name == "parquet" and text_column in columns:
+                rows = load(columns=[text_column])  # the others are not even downloaded
         elif kind == "parquet":
             columns = pyarrow.parquet.read_schema(files[0]).names
             rows = datasets.load_dataset("parquet", data_files=files, split="train",
@@ -387,6 +394,7 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
     except Exception as error:  # networks, names and files fail in too many ways to list
         raise UserError(f"cannot open --dataset {dataset} --dataset_config '{dataset_config}' ("
                         f"{brief(error)}); without a network use --demo or local files") from error
+    say(f"reading {dataset}: {len(files)} {kind} files, {', '.join(files[:3])}")
     need(text_column in columns or not columns, f"--text_column {text_column} is not a column of "
          f"{dataset}, these are: {', '.join(name for name in columns if name != '__file__')}")
     return (rows.select_columns(text_column) if kind == "hub" else rows), revision
@@ -401,7 +409,7 @@ def load_documents(rows: Iterable[dict], text_column: str, skipped: Counter) -> 
                 skipped[str(text) if known else f"{type(text).__name__} instead of text"] += 1
             elif not text or text.isspace():
                 skipped["blank"] += 1
-            elif (broken := len(SURROGATES.findall(text))) + text.count("\0") > len(text) / 5:
+            elif (broken := len(SURROGATES.findall(text))) + text.count("\0") > 8 + len(text) / 5:
                 skipped[f"not UTF-8 text: {file}"] += 1
             else:
                 skipped.update([f"kept, U+FFFD for what is not UTF-8: {file}"] * bool(broken))
@@ -438,10 +446,12 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
             append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size)
     train, val = facts["train"], facts["val"]
     skipped = ", ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8))
-    say(f"data: {config.dataset} ({len(files)} {kind} files, {', '.join(files[:3])}), "
-        f"{facts['documents']:,} documents; rows skipped: {skipped or 'none'}\ntokens: "
-        f"{'written' if missing else 'reused'}, {train['tokens']:,} to train on, {val['tokens']:,} "
-        f"held out, {train['bytes'] / max(1, train['tokens']):.2f} bytes each, {config.cache_dir}")
+    gb = sum(file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
+    each = train["bytes"] / max(1, train["tokens"])
+    say(f"data: {config.dataset}, {facts['documents']:,} documents; rows skipped: "
+        f"{skipped or 'none'}\ntokens: {'written' if missing else 'reused'}, {train['tokens']:,} "
+        f"to train on, {val['tokens']:,} held out, {each:.2f} bytes each; {config.cache_dir} has "
+        f"{gb:.2f} GB")
     need(train["tokens"], f"--dataset {config.dataset} has no text to train on: --val_every "
          f"{config.val_every} holds out the first of its {facts['documents']} documents")
     return facts

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
 from train_llama import (BOT, SPECIAL_TOKENS, STDLIB, UserError, load_documents, load_tokenizer,
@@ -39,11 +39,15 @@ def train_tokenizer(texts, vocab_size: int, min_frequency: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())  # no normaliser: decoding must give back every character
     # Words, numbers and spaces are split first (GPT-2's pattern): pairs inside of words only. It
     # keeps the counting small; without it every document is one word of unbounded length.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    # Learning takes time with the square of a word's length: a megabyte of "aaaa" would take hours.
+    runs = pre_tokenizers.Split(Regex(r"\S{1000}|\s{1000}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([runs, words])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.pre_tokenizer = words  # encoding has no such trouble
     bot = SPECIAL_TOKENS[BOT]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bot} $A", pair=f"{bot} $A {bot} $B:1", special_tokens=[(bot, BOT)])

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 import train_llama
 import train_tokenizer
 from conftest import ROOT, TINY_MODEL, TINY_RUN, as_flags
-from train_llama import (LlamaConfig, LlamaForPretraining, PretrainingDataset, TrainConfig,
+from train_llama import (LlamaForPretraining, PretrainingDataset, TrainConfig,
                          UserError, load_checkpoint, load_tokenizer, rows_of_step, save_checkpoint)
 
 # Two and a half epochs: packed 36 rows are 6 steps an epoch, unpacked 56 rows are 7.
