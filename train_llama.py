@@ -98,7 +98,8 @@ RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_positio
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
          "optimizer in ('adamw', 'muon')", "schedule in ('cosine', 'wsd')",
-         "dtype in ('auto', 'bfloat16', 'float16', 'float32')")
+         "dtype in ('auto', 'bfloat16', 'float16', 'float32')",
+         "device.split(':')[0] in ('auto', 'cpu', 'cuda', 'mps')")
 MAY_BE_ZERO = ("val_every min_learning_rate warmup_steps weight_decay grad_clip seed temperature "
                "top_k max_new_tokens").split()  # all other numbers are above 0
 SPECIAL_TOKENS = ["[PAD]", "[BOT]", "[EOT]", "[UNK]"]  # padding, begin and end of text, unknown
@@ -452,8 +453,9 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
         f"{skipped or 'none'}\ntokens: {'written' if missing else 'reused'}, {train['tokens']:,} "
         f"to train on, {val['tokens']:,} held out, {each:.2f} bytes each; {config.cache_dir} has "
         f"{gb:.2f} GB")
-    need(train["tokens"], f"--dataset {config.dataset} has no text to train on: --val_every "
-         f"{config.val_every} holds out the first of its {facts['documents']} documents")
+    need(train["tokens"], f"--dataset {config.dataset} has no text to train on: it has "
+         f"{facts['documents']} documents, --val_every {config.val_every} holds out "
+         f"{facts['documents']} of them; rows skipped: {skipped or 'none'}")
     return facts
 
 def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed: int, path: Path,
@@ -469,6 +471,7 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed
     facts["skipped"], saved = Counter(facts["skipped"]), time.monotonic()
     documents = load_documents(rows, config.text_column, facts["skipped"])
     splits = (train := facts["train"]), facts["val"]
+    most = sum(map(os.path.getsize, find_files(config.dataset)[0])) or math.inf
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(part["path"], "ab")) for part in splits]
         bar = stack.enter_context(tqdm(desc="tokenising", unit="B", unit_scale=True))
@@ -488,7 +491,7 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed
                              bytes=part["bytes"] + len(text.encode()))
                 facts["documents"] += 1
             facts |= dict(ended=room > 0, state=rows.state_dict())
-            bar.total = train["bytes"] * needed / max(1, train["tokens"])  # a forecast
+            bar.total = min(most, train["bytes"] * needed / max(1, train["tokens"]))  # a forecast
             bar.set_postfix_str(f"{facts['documents']:,} documents")
             bar.update(train["bytes"] - bar.n)
             if facts["ended"] or train["tokens"] >= needed or time.monotonic() > saved + 10:

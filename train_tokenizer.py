@@ -102,10 +102,11 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--dataset {config.dataset} has no text to learn from (rows skipped: "
                         f"{dict(skipped) or 'none'}; --val_every {config.val_every} leaves the "
                         "first document out)")
+    hard = "Ünïcödé ½ e\u0301 ﬁ 👩\u200d🚀 \x00 [EOT]\r\n\t  end"
+    tokenizer.encode_special_tokens = True  # as load_tokenizer does
+    check_round_trip(tokenizer, [*examples, hard])
     write_atomically(path, lambda file: file.write(tokenizer.to_str(pretty=True).encode()))
     tokenizer = load_tokenizer(config.tokenizer_path)
-    hard = "Ünïcödé ½ e\u0301 ﬁ 👩\u200d🚀 \x00 [EOT]\r\n\t  end"
-    check_round_trip(tokenizer, [*examples, hard])
     tokens = sum(len(encoding) for encoding in tokenizer.encode_batch_fast(examples))
     learnt = tokenizer.get_vocab_size()
     few = f" (fewer than the {config.vocab_size:,} wanted: the text is short)"
