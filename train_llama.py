@@ -92,8 +92,8 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     dataset=STDLIB, tokenizer_path="demo_bpe.json", val_every=20, out_dir="demo_out", seq_len=256,
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
-    train_tokens=2_200_000, optimizer="muon", learning_rate=1.2e-2, warmup_steps=40,
-    eval_every=180, save_every=180)
+    train_tokens=1_500_000, optimizer="muon", learning_rate=1.2e-2, warmup_steps=40,
+    eval_every=200, save_every=200)
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
@@ -1115,7 +1115,7 @@ def main(argv: list[str] | None = None) -> None:
     if s.demo and row:
         from train_tokenizer import report_demo
         report_demo(config, float(row["bits_per_byte"]))
-        config.prompt = "class Stack:\n    def "
+        config.prompt = "class Stack:\n    def __init__(self"
         continue_prompt(config, tokenizer)
 
 if __name__ == "__main__":
