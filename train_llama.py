@@ -98,8 +98,7 @@ RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_positio
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
          "optimizer in ('adamw', 'muon')", "schedule in ('cosine', 'wsd')",
-         "dtype in ('auto', 'bfloat16', 'float16', 'float32')",
-         "device.split(':')[0] in ('auto', 'cpu', 'cuda', 'mps')")
+         "dtype in ('auto', 'bfloat16', 'float16', 'float32')")
 MAY_BE_ZERO = ("val_every min_learning_rate warmup_steps weight_decay grad_clip seed temperature "
                "top_k max_new_tokens").split()  # all other numbers are above 0
 SPECIAL_TOKENS = ["[PAD]", "[BOT]", "[EOT]", "[UNK]"]  # padding, begin and end of text, unknown
@@ -168,7 +167,7 @@ def check_settings(s: argparse.Namespace) -> None:
         if (value := getattr(s, name)) != getattr(usual, name):
             command += [f"--{name}", str(value)]
     remedy = shlex.join(["python", "train_tokenizer.py", *command])
-    tries = dict(device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")),
+    tries = dict(device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")).cpu(),
                  tokenizer_path=lambda path: load_tokenizer(path, f"; make it with: {remedy}"),
                  init_from=lambda path: path and load_weights(path))
     if s.prompt is None:
