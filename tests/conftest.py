@@ -1,5 +1,6 @@
 """What several test files share: a small corpus, its tokenizer, and a way to run the scripts."""
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network must fail
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 # A model and a run that take seconds: 2 layers of 32, blocks of 16 tokens, 4 sequences a step.
 TINY_MODEL = dict(max_position_embeddings=64, hidden_size=32, intermediate_size=64,
