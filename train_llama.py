@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse, contextlib, functools, glob, hashlib, inspect, io, json, math, os, re, shlex
 import shutil, signal, sys, sysconfig, tempfile, time, zipfile, zlib
 from collections import Counter
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO, Callable, Iterable, Iterator
 
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 # ---- 1 Settings ----------------------------------------------------------------------------------
@@ -119,27 +119,25 @@ def say(text: str) -> None:
         tqdm.write(text)
         sys.stdout.flush()
 
+def brief(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
 def parse_flags(argv: list[str] | None, configs: list[type], demo: dict) -> argparse.Namespace:
     """All settings in one namespace: the fields' defaults, or the demo's, or what a flag says."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="%(prog)s [--flag value ...]")
     parser.error = lambda text: sys.exit(f"{parser.prog}: {text} (--help lists the flags)")
     parser.add_argument("--demo", action="store_true", help="needs minutes, no GPU, no network")
-    source = "".join(map(inspect.getsource, configs))
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
-    for field in (f for config in configs for f in fields(config) if f.default is not MISSING):
-        default = demo.get(field.name, field.default) if "--demo" in argv else field.default
-        kind = {"int": int, "float": float}.get(field.type, str)
-        form = dict(type=kind, metavar=kind.__name__) if "bool" not in field.type else dict(
-            action=argparse.BooleanOptionalAction)
-        names = dict.fromkeys(("--" + field.name, "--" + field.name.replace("_", "-")))
-        parser.add_argument(*names, default=default, **form,
-                            help=f"{comments[field.name]} (default: {default})")
+    usual = {field.name: field.default for config in configs for field in fields(config)}
+    usual |= demo if "--demo" in argv else {}
+    source = "".join(map(inspect.getsource, configs))  # as the comments are the flags' help
+    for name, kind, comment in re.findall(r"^    (\w+): (\S+).*? = .*?  # (.*)$", source, re.M):
+        form = dict(action=argparse.BooleanOptionalAction) if kind == "bool" else dict(
+            type={"int": int, "float": float, "str": str}[kind], metavar=kind)
+        parser.add_argument(*{f"--{name}": 0, f"--{name.replace('_', '-')}": 0}, **form,
+                            default=usual[name], help=f"{comment} (default: {usual[name]})")
     return parser.parse_args(argv)
-
-def brief(error: BaseException) -> str:
-    """The kind of an error, and the first line of what it says."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 def load_tokenizer(path: str, remedy: str = "") -> Tokenizer:
     """The tokenizer that train_tokenizer.py made. Raises UserError when the file is not one."""
@@ -160,30 +158,30 @@ def check_settings(s: argparse.Namespace) -> None:
     for rule in RULES:
         given = {n: f"--{n} {v}" for n, v in vars(s).items() if re.search(rf"\b{n}\b", rule)}
         if not faults.keys() & given and not eval(rule, {**vars(s), "processes": WORLD}):
-            given |= {"": f"{WORLD} processes"} if "processes" in rule else {}
-            faults[rule] = f"{', '.join(given.values())}: {rule} must hold"
-    usual, command = parse_flags(["--demo"] * s.demo, [TrainConfig], DEMO), ["--demo"] * s.demo
-    for name in ("dataset", "dataset_config", "text_column", "val_every", "tokenizer_path"):
-        if (value := getattr(s, name)) != getattr(usual, name):
-            command += [f"--{name}", str(value)]
-    remedy = shlex.join(["python", "train_tokenizer.py", *command])
-    tries = dict(device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")).cpu(),
-                 tokenizer_path=lambda path: load_tokenizer(path, f"; make it with: {remedy}"),
-                 init_from=lambda path: path and load_weights(path))
-    if s.prompt is None:
-        tries |= dict.fromkeys(("cache_dir", "out_dir"), lambda folder: (
-            os.makedirs(folder, exist_ok=True), tempfile.TemporaryFile(dir=folder).close()))
+            faults[rule] = f"{', '.join(given.values())}, {WORLD} processes: {rule} must hold"
+    usual = vars(parse_flags(demo := ["--demo"] * s.demo, [TrainConfig], DEMO))
+    remedy = shlex.join(["python", "train_tokenizer.py", *demo, *(
+        f"--{name}={value}" for name, value in vars(s).items() if value != usual.get(name)
+        and name in ("dataset", "dataset_config", "text_column", "val_every", "tokenizer_path"))])
+    tries = dict(tokenizer_path=lambda path: load_tokenizer(path, f"; make it with: {remedy}"),
+                 init_from=lambda path: path and load_weights(path),
+                 device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")).cpu())
+    for folder in ("cache_dir", "out_dir") if s.prompt is None else ():
+        tries[folder] = lambda path: (os.makedirs(path, exist_ok=True),
+                                      tempfile.TemporaryFile(dir=path).close())
     for flag, attempt in tries.items():
         try:
             attempt(getattr(s, flag))
         except (UserError, RuntimeError, AssertionError, OSError) as error:
-            known = isinstance(error, UserError)
-            faults[flag] = str(error) if known else f"--{flag} {getattr(s, flag)}: {brief(error)}"
+            faults[flag] = (error.code if isinstance(error, UserError) else
+                            f"--{flag} {getattr(s, flag)}: {brief(error)}")
     need(not faults, "\n".join(faults.values()))
 
 # ---- 2 Model -------------------------------------------------------------------------------------
 # A Llama (arXiv:2302.13971): embed the tokens, let each layer add what attention and an MLP make
-# of them, normalise, and score every token of the vocabulary as the next one.
+# of them, normalise, and score every token of the vocabulary as the next one. No biases.
+
+Linear = functools.partial(nn.Linear, bias=False)
 
 class RotaryEmbedding(nn.Module):
     """Turn queries and keys by their position, so that scores see distances (arXiv:2104.09864)."""
@@ -196,7 +194,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, N or K, T, D)
+    def forward(self, x: Tensor) -> Tensor:  # (B, N or K, T, D)
         first, second = x.chunk(2, dim=-1)  # feature i turns with i + D/2, as in Hugging Face's
         cos, sin = (table[: x.size(-2)].to(x.dtype) for table in (self.cos, self.sin))
         return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -207,12 +205,11 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_size = config.hidden_size // config.num_attention_heads
         kv_size = config.num_key_value_heads * self.head_size
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj, self.v_proj = (Linear(config.hidden_size, kv_size) for _ in range(2))
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, rotate: RotaryEmbedding) -> torch.Tensor:  # (B, T, C)
+    def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:  # (B, T, C)
         q, k, v = (project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
                    for project in (self.q_proj, self.k_proj, self.v_proj))  # (B, N or K, T, D)
         q, k = rotate(q), rotate(k)
@@ -228,11 +225,11 @@ class LlamaMLP(nn.Module):
     """SwiGLU: one projection gates the other (arXiv:2002.05202)."""
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C)
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, C)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 class LlamaDecoderLayer(nn.Module):
@@ -244,7 +241,7 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(self, x: torch.Tensor, rotate: RotaryEmbedding) -> torch.Tensor:  # (B, T, C)
+    def forward(self, x: Tensor, rotate: RotaryEmbedding) -> Tensor:  # (B, T, C)
         x = x + self.self_attn(self.input_layernorm(x), rotate)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -253,12 +250,11 @@ class LlamaModel(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config)
-                                    for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(map(LlamaDecoderLayer, [config] * config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # arXiv:1910.07467
         self.rotary_emb = RotaryEmbedding(config)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x, self.rotary_emb)
@@ -269,7 +265,7 @@ class LlamaForPretraining(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config, self.model = config, LlamaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 # Each layer adds twice to the residual stream; smaller last projections keep the
@@ -279,16 +275,21 @@ class LlamaForPretraining(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """The logits (B, T, V), or with labels (B, T) the sum of their losses in nats, a scalar.
 
         Labels are already shifted, which Hugging Face's are not: labels[:, t] is the token that
         follows input_ids[:, t]. A label of -100 is ignored.
         """
-        logits = self.lm_head(self.model(input_ids))
+        hidden = self.model(input_ids)
         if labels is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            return self.lm_head(hidden)
+        # Logits are the largest tensor: a processor has them in its cache if it makes few at once.
+        # A GPU does not need that, and a compiler knows better.
+        rows = 512 if hidden.is_cpu and not torch.compiler.is_compiling() else labels.numel()
+        return sum(F.cross_entropy(self.lm_head(some).float(), wanted, reduction="sum")
+                   for some, wanted in zip(hidden.flatten(0, 1).split(rows),
+                                           labels.flatten().split(rows)))
 
 def flops_per_token(model: LlamaForPretraining, seq_len: int) -> int:
     """Floating-point operations for one token, forward and backward (arXiv:2204.02311, app. B).
@@ -385,8 +386,8 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
                 rows = load(columns=[text_column])  # the others are not even downloaded
         elif kind == "parquet":
             columns = pyarrow.parquet.read_schema(files[0]).names
-            rows = datasets.load_dataset("parquet", data_files=files, split="train",
-                                         streaming=True, columns=[text_column], batch_size=1000)
+            rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True,
+                                         columns=[text_column], batch_size=1000)
         else:
             rows = datasets.IterableDataset.from_generator(
                 read_rows, gen_kwargs=dict(files=files, kind=kind, text_column=text_column))
@@ -423,42 +424,39 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
 
     Their name is a hash of what decides the content, never of the length, which can grow.
     """
-    files, kind = find_files(config.dataset)
+    files, _ = find_files(config.dataset)
     source = [[os.path.abspath(name), os.path.getsize(name), os.stat(name).st_mtime_ns]
               for name in files] or [config.dataset, config.dataset_config]
     key = json.dumps([source, config.text_column, tokenizer.to_str(), config.val_every])
     stem = os.path.join(config.cache_dir, hashlib.sha256(key.encode()).hexdigest()[:16])
     size = 2 if tokenizer.get_vocab_size() <= 65_536 else 4  # bytes a token
-    facts = dict(documents=0, ended=False, state=None, revision=None, skipped={}, **{
-        split: dict(path=f"{stem}.{split}.u{size}", tokens=0, bytes=0, crc32=0)
-        for split in ("train", "val")})
+    splits = {split: dict(path=f"{stem}.{split}.u{size}", tokens=0, bytes=0, crc32=0)
+              for split in ("train", "val")}
+    facts = dict(documents=0, ended=False, state=None, revision=None, skipped={}, **splits)
     with FileLock(stem + ".lock"):  # another process may be writing the same files
         with contextlib.suppress(FileNotFoundError):  # then all is made anew
             found = json.loads(Path(stem + ".json").read_text())
-            for split in ("train", "val"):
-                found[split]["path"] = facts[split]["path"]  # the folder may have been moved
-                if os.path.getsize(found[split]["path"]) < found[split]["tokens"] * size:
+            for split, new in splits.items():
+                found[split]["path"] = new["path"]  # the folder may have been moved
+                if os.path.getsize(new["path"]) < found[split]["tokens"] * size:
                     raise FileNotFoundError
             facts = found
         if missing := not facts["ended"] and facts["train"]["tokens"] < needed:
-            most = min(needed, sum(map(os.path.getsize, files)) if files else needed)
-            check_disk(config.cache_dir, (most - facts["train"]["tokens"]) * size, "tokens")
-            append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size)
-    train, val = facts["train"], facts["val"]
-    skipped = ", ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8))
-    gb = sum(file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
-    each = train["bytes"] / max(1, train["tokens"])
-    say(f"data: {config.dataset}, {facts['documents']:,} documents; rows skipped: "
-        f"{skipped or 'none'}\ntokens: {'written' if missing else 'reused'}, {train['tokens']:,} "
-        f"to train on, {val['tokens']:,} held out, {each:.2f} bytes each; {config.cache_dir} has "
-        f"{gb:.2f} GB")
-    need(train["tokens"], f"--dataset {config.dataset} has no text to train on: it has "
-         f"{facts['documents']} documents, --val_every {config.val_every} holds out "
-         f"{facts['documents']} of them; rows skipped: {skipped or 'none'}")
+            append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size,
+                          sum(map(os.path.getsize, files)) or math.inf)
+    train, val, gb = facts["train"], facts["val"], sum(
+        file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
+    why = ", ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8)) or "none"
+    say(f"data: {config.dataset}, {facts['documents']:,} documents; rows skipped: {why}\n"
+        f"tokens: {'written' if missing else 'reused'}, {train['tokens']:,} to train on, "
+        f"{val['tokens']:,} held out, {train['bytes'] / max(1, train['tokens']):.2f} bytes each; "
+        f"{config.cache_dir} has {gb:.2f} GB")
+    need(train["tokens"], f"--dataset {config.dataset} has no text to train on: --val_every "
+         f"{config.val_every} holds out {facts['documents']} documents; rows skipped: {why}")
     return facts
 
 def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed: int, path: Path,
-                  size: int) -> None:
+                  size: int, most: float) -> None:
     """Tokenise further documents, 4 MB at a time on all cores, to the end of the token files.
 
     The facts are written after the tokens they count, so a death costs ten seconds of work.
@@ -470,11 +468,9 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed
     facts["skipped"], saved = Counter(facts["skipped"]), time.monotonic()
     documents = load_documents(rows, config.text_column, facts["skipped"])
     splits = (train := facts["train"]), facts["val"]
-    most = sum(map(os.path.getsize, find_files(config.dataset)[0])) or math.inf
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(part["path"], "ab")) for part in splits]
-        bar = stack.enter_context(tqdm(desc="tokenising", unit="B", unit_scale=True))
-        for file, part in zip(files, splits):
+    with (open(train["path"], "ab") as a, open(splits[1]["path"], "ab") as b,
+          tqdm(desc="tokenising", unit="B", unit_scale=True) as bar):
+        for file, part in zip(files := (a, b), splits):
             file.truncate(part["tokens"] * size)  # what a death left beyond the facts
         while not facts["ended"] and train["tokens"] < needed:
             batch, room = [], 4_000_000
@@ -526,7 +522,7 @@ class PretrainingDataset(torch.utils.data.Dataset):
         """How many labels of some rows are not ignored; reads no tokens."""
         return int((self.spans(rows)[1] - 1).sum())
 
-    def batch(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """input_ids and labels of some rows, (B, T) each."""
         tokens, (starts, lengths) = map_tokens(self.path, self.tokens), self.spans(rows)
         block = np.full((len(rows), self.seq_len + 1), PAD, dtype=np.int64)
@@ -535,7 +531,7 @@ class PretrainingDataset(torch.utils.data.Dataset):
         labels = np.where(np.arange(1, self.seq_len + 1) < lengths[:, None], block[:, 1:], -100)
         return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(labels)
 
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
         input_ids, labels = self.batch(np.array([range(self.rows)[row]]))
         return dict(input_ids=input_ids[0], labels=labels[0])
 
@@ -636,9 +632,8 @@ def load_checkpoint(out_dir: str) -> dict | None:
             say(f"{path} is damaged ({brief(error)})")
     need(not paths, f"--out_dir {out_dir} has no checkpoint that can be read, nothing was "
                     "overwritten: restore one, or start anew in another folder")
-    return None
 
-def load_weights(path: str) -> dict[str, torch.Tensor]:
+def load_weights(path: str) -> dict[str, Tensor]:
     """The weights in a checkpoint or in an exported model folder, for --init_from."""
     try:
         if os.path.isfile(path):
@@ -646,30 +641,22 @@ def load_weights(path: str) -> dict[str, torch.Tensor]:
         with open(Path(path, "model.safetensors"), "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             data = torch.from_numpy(np.fromfile(file, np.float32))
-        header.pop("__metadata__")
-        return {name: data[slice(*(offset // 4 for offset in entry["data_offsets"]))].view(
-            entry["shape"]) for name, entry in header.items()}
+        weights = {name: data[entry["data_offsets"][0] // 4 : entry["data_offsets"][1] // 4].view(
+            entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        return {"lm_head.weight": weights["model.embed_tokens.weight"], **weights}  # if tied: once
     except Exception as error:
         raise UserError(f"--init_from {path} is no checkpoint or model: {brief(error)}") from error
 
-def checksum(path: str, tokens: int) -> int:
-    """The CRC-32 of the first tokens of a file, in constant memory."""
-    crc, step = 0, 1 << 24
-    for i in range(0, tokens, step):
-        crc = zlib.crc32(map_tokens(path, tokens)[i : i + step], crc)
-    return crc
-
-def check_resume(checkpoint: dict, settings: dict, now: dict, facts: dict) -> None:
+def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
     """Say which settings have changed; raise UserError for those that make it another run."""
     saved, was = checkpoint["config"], checkpoint["fingerprint"]
     changed = {name: f"--{name} {saved.get(name)} -> {value}" for name, value in settings.items()
                if saved.get(name) != value}
     refused = [text for name, text in changed.items() if name in FIXED]
-    grown = now["tokens"] - was["tokens"]
-    same = grown >= 0 and not (was["ended"] and grown) and all(
-        was[name + "crc32"] == (now[name + "crc32"] if was[name + "tokens"] == now[name + "tokens"]
-                                else checksum(facts[split]["path"], was[name + "tokens"]))
-        for name, split in (("", "train"), ("val_", "val")))
+    same = (now["train"]["tokens"] == was["train"]["tokens"] or not was["ended"]) and all(
+        now[split]["tokens"] >= (tokens := was[split]["tokens"]) and (not tokens or zlib.crc32(
+            map_tokens(now[split]["path"], tokens)) == was[split]["crc32"])
+        for split in ("train", "val"))
     if was["tokenizer"] != now["tokenizer"]:
         refused.append(changed.get("tokenizer_path", f"another {settings['tokenizer_path']}"))
     elif not same:
@@ -724,7 +711,7 @@ def generate(model: nn.Module, tokenizer: Tokenizer, prompt: str, config: TrainC
 # ---- 7 Export ------------------------------------------------------------------------------------
 # The finished model as a folder that transformers, and what builds on it, can load.
 
-def write_safetensors(tensors: dict[str, torch.Tensor], file: BinaryIO) -> None:
+def write_safetensors(tensors: dict[str, Tensor], file: BinaryIO) -> None:
     """The safetensors format: the length of a header, the header in JSON, the raw float32s."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
@@ -739,9 +726,6 @@ def write_safetensors(tensors: dict[str, torch.Tensor], file: BinaryIO) -> None:
 def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, config: TrainConfig,
                  tokens: int, metrics: dict) -> None:
     """Write out_dir/model, under another name first, so that it is there whole or not at all."""
-    card = ("A Llama, pretrained with train_llama.py. To load it in Python:\n`transformers."
-            "AutoModelForCausalLM.from_pretrained(folder)`\n\n"
-            f"Tokens seen: {tokens:,}. Last metrics: {metrics}.\n\nSettings: {asdict(config)}.\n")
     ids, weights = dict(bos_token_id=BOT, eos_token_id=EOT, pad_token_id=PAD), model.state_dict()
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
@@ -757,15 +741,17 @@ def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, config: Train
             eos_token="[EOT]", unk_token="[UNK]", model_max_length=config.seq_len,
             split_special_tokens=True, clean_up_tokenization_spaces=False,
             model_input_names=["input_ids", "attention_mask"]),
-        "tokenizer.json": json.loads(tokenizer.to_str())}
+        "tokenizer.json": json.loads(tokenizer.to_str()),
+        "README.md": "A Llama, pretrained with train_llama.py. To load it in Python:\n`transformers"
+                     ".AutoModelForCausalLM.from_pretrained(folder)`\n\nTokens seen: "
+                     f"{tokens:,}. Last metrics: {metrics}.\n\nSettings: {asdict(config)}.\n"}
     new, old, folder = (Path(config.out_dir, name) for name in ("model.new", "model.old", "model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     new.mkdir()
     for name, content in contents.items():
-        text = json.dumps(content, ensure_ascii=False, indent=1).encode()
-        write_atomically(new / name, lambda file: file.write(text))
-    write_atomically(new / "README.md", lambda file: file.write(card.encode()))
+        text = content if name == "README.md" else json.dumps(content, ensure_ascii=False, indent=1)
+        write_atomically(new / name, lambda file: file.write(text.encode()))
     write_atomically(new / "model.safetensors", lambda file: write_safetensors(weights, file))
     if folder.exists():
         os.replace(folder, old)
@@ -820,7 +806,7 @@ def memory_gb(device: torch.device) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
     return 0.0
 
-def compile_model(model: nn.Module, batch: Iterable[torch.Tensor]) -> None:
+def compile_model(model: nn.Module, batch: Iterable[Tensor]) -> None:
     """torch.compile the forward pass with its loss, in place; say so where that does not work."""
     start, state = time.monotonic(), "on"
     try:
@@ -849,28 +835,48 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
     windows = -(-sequences // WINDOW)  # whole ones: a part would be shuffled anew when it grows
     if not config.packing:  # rows are not full, and [BOT] is never a label
         windows = math.ceil(1.5 * (windows + 1))
-    before = checkpoint["fingerprint"]["tokens"] if checkpoint else 0
+    before = checkpoint["fingerprint"]["train"]["tokens"] if checkpoint else 0
     facts = prepare_tokens(config, tokenizer, max(before, windows * WINDOW * config.seq_len + 1))
-    train, val = facts["train"], facts["val"]
-    now = dict(tokens=train["tokens"], crc32=train["crc32"], val_tokens=val["tokens"],
-               val_bytes=val["bytes"], val_crc32=val["crc32"], ended=facts["ended"],
-               tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
+    fingerprint = {name: facts[name] for name in ("train", "val", "ended")} | dict(
+        tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
     if checkpoint:  # the held-out text stays the same, so that losses can be compared
-        check_resume(checkpoint, asdict(model_config) | asdict(config), now, facts)
-        now |= {name: value for name, value in checkpoint["fingerprint"].items() if "val" in name}
+        check_resume(checkpoint, asdict(model_config) | asdict(config), fingerprint)
+        fingerprint["val"] = checkpoint["fingerprint"]["val"] | dict(path=facts["val"]["path"])
     dataset, validation = (
-        PretrainingDataset(path, tokens, config.seq_len, config.packing) if tokens else None
-        for path, tokens in ((train["path"], now["tokens"]), (val["path"], now["val_tokens"])))
+        PretrainingDataset(part["path"], part["tokens"], config.seq_len, config.packing)
+        if part["tokens"] else None for part in (fingerprint["train"], fingerprint["val"]))
     rows = len(dataset) if facts["ended"] else len(dataset) // WINDOW * WINDOW
     some = np.arange(min(rows, WINDOW))  # enough to know how full rows are, and never changed
-    steps = math.ceil(config.train_tokens / (
-        config.batch_size * dataset.count_labels(some) / len(some)))
+    labels_per_step = config.batch_size * dataset.count_labels(some) / len(some)
+    steps = math.ceil(config.train_tokens / labels_per_step)
     if facts["ended"]:
         steps = min(steps, int(config.max_epochs * rows) // config.batch_size)
     need(config.warmup_steps < steps, f"--warmup_steps {config.warmup_steps} must be below the "
          f"{steps:,} steps of --batch_size {config.batch_size} that --train_tokens and {rows:,} "
          f"sequences of --seq_len {config.seq_len} give")
-    return dataset, validation, rows, steps, now
+    return dataset, validation, rows, steps, fingerprint
+
+def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.device,
+                checkpoint: dict | None) -> tuple:
+    """The model, its optimisers and float16's scaler, new or as the checkpoint has them."""
+    torch.manual_seed(config.seed)  # the one use of chance: the rest is a function of the step
+    model = LlamaForPretraining(model_config).to(device)
+    optimizers = make_optimizers(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
+            now = optimizer.state_dict()["param_groups"]  # the settings of now, not of then
+            optimizer.load_state_dict(state | dict(param_groups=now))
+        if checkpoint["scaler"]:  # it is empty but for float16
+            scaler.load_state_dict(checkpoint["scaler"])
+    elif config.init_from:
+        try:
+            model.load_state_dict(load_weights(config.init_from))
+        except RuntimeError as error:
+            raise UserError(f"--init_from {config.init_from} has another shape: "
+                            + str(error).splitlines()[1].strip()) from None
+    return model, optimizers, scaler
 
 def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
     """The last row logged up to `step`, and a function that logs one; later rows are dropped."""
@@ -894,7 +900,7 @@ def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
     return dict(zip(METRICS, rows[-1])) if rows else {}, log
 
 def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarray,
-                  at_once: int, autocast: Callable, scaler: torch.amp.GradScaler) -> torch.Tensor:
+                  at_once: int, autocast: Callable, scaler: torch.amp.GradScaler) -> Tensor:
     """Add up the gradient of the mean loss over all labels of a step; returns the sum in nats.
 
     A mean of the micro-batches' means would give the labels of short rows more weight. Each
@@ -912,31 +918,6 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
         scaler.scale(loss * (WORLD / labels_of_step)).backward()
         nats += loss.detach()
     return nats
-
-def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.device,
-                checkpoint: dict | None) -> tuple:
-    """The model, its optimisers and float16's scaler, new or as the checkpoint has them."""
-    torch.manual_seed(config.seed)  # the one use of chance: the rest is a function of the step
-    model = LlamaForPretraining(model_config)
-    optimizers = make_optimizers(model.to(device), config)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
-            now = optimizer.state_dict()["param_groups"]  # the settings of now, not of then
-            optimizer.load_state_dict(state | dict(param_groups=now))
-        if checkpoint["scaler"]:  # it is empty but for float16
-            scaler.load_state_dict(checkpoint["scaler"])
-    elif config.init_from:
-        try:
-            weights = load_weights(config.init_from)
-            if model_config.tie_word_embeddings:  # an exported model has the matrix once
-                weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise UserError(f"--init_from {config.init_from} has another shape: "
-                            + str(error).splitlines()[1].strip()) from None
-    return model, optimizers, scaler
 
 def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
              first: int, steps: int, peak: float) -> None:
@@ -977,9 +958,8 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     device, config.dtype = choose_device(config.device, config.dtype)
     dataset, validation, rows, steps, fingerprint = plan_run(
         model_config, config, tokenizer, checkpoint)
-    exported = Path(config.out_dir, "model")  # unless it is that of a shorter run
-    if first >= steps and exported.exists() and exported.stat().st_mtime >= max(
-            path.stat().st_mtime for path in exported.parent.glob("checkpoint*.pt")):
+    card = Path(config.out_dir, "model", "README.md")  # it says how much its model has read
+    if first >= steps and card.exists() and f"Tokens seen: {tokens:,}." in card.read_text():
         say(f"--out_dir {config.out_dir}: this run of {steps:,} steps is finished")
         return {}
     model, optimizers, scaler = start_model(model_config, config, device, checkpoint)
@@ -1047,7 +1027,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                 if evaluating:
                     with autocast():
                         row |= validate(model, validation, tokenizer, config,
-                                        fingerprint["val_bytes"], done)
+                                        fingerprint["val"]["bytes"], done)
                 log(row)
                 nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
             saving = done == steps or stopping or not bad and done % config.save_every == 0

@@ -337,9 +337,7 @@ def test_an_exported_model_can_start_a_new_run(exported):
     fresh = make_model(model.config.vocab_size,
                        tie_word_embeddings=model.config.tie_word_embeddings)
     torch.nn.init.zeros_(fresh.model.norm.weight)
-    missing, unexpected = fresh.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert missing == ["lm_head.weight"] * model.config.tie_word_embeddings
+    fresh.load_state_dict(weights)  # a file with tied embeddings has the matrix once
     ids = torch.arange(4, 20)[None]
     assert torch.equal(fresh(ids), model(ids))
 
