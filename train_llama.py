@@ -911,10 +911,10 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
     for i in range(0, len(mine), at_once):
         batch = dataset.batch(mine[i : i + at_once])
         if device.type == "cuda":  # copies from pinned memory need no waiting for
-            batch = [tensor.pin_memory() for tensor in batch]
+            batch = [tensor.pin_memory().to(device, non_blocking=True) for tensor in batch]
         model.require_backward_grad_sync = i + at_once == len(mine)  # only the last exchanges
         with autocast():
-            loss = model(*(tensor.to(device, non_blocking=True) for tensor in batch))
+            loss = model(*(tensor.to(device) for tensor in batch))
         scaler.scale(loss * (WORLD / labels_of_step)).backward()
         nats += loss.detach()
     return nats
@@ -931,10 +931,10 @@ def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.devi
     check_disk(config.out_dir, 40 * weights, "three checkpoints and the model")
 
 def show(row: dict, bar: tqdm) -> None:
-    """Put a row of metrics behind the progress bar, or on a line where there is no terminal."""
-    text = (f"loss {row['loss']:.4f}, rate {row['learning_rate']:.2e}, "
-            f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_share']:.0%} of peak, "
-            f"{row['memory_gb']:.1f} GB")
+    """Put a row of metrics in the progress bar, or on a line where there is no terminal."""
+    text = (f"loss {row['loss']:.3f}, lr {row['learning_rate']:.1e}, "
+            f"{row['tokens_per_second']:,.0f} tok/s, {row['peak_share']:.0%} peak, "
+            f"{row['memory_gb']:.1f} GB")  # with all of it, the bar fits into 80 columns
     bar.set_postfix_str(text)
     if bar.disable:
         say(f"step {row['step']:,}/{bar.total:,}: {text}")
@@ -984,8 +984,8 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
         for number in both:  # after the first one, the second ends the process
             stack.callback(signal.signal, number, signal.signal(number, lambda number, _: (
                 caught.append(number), [signal.signal(each, signal.SIG_DFL) for each in both])))
-        bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step",
-                                       disable=True if RANK else None))
+        bar = stack.enter_context(tqdm(total=steps, initial=first, disable=True if RANK else None,
+                                       bar_format="{n_fmt}/{total_fmt} [<{remaining}{postfix}]"))
         for step in range(first, steps):
             chosen = rows_of_step(step, config.batch_size, rows, config.seed)
             part = add_gradients(parallel, dataset, chosen, at_once, autocast, scaler)
