@@ -919,6 +919,16 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
         nats += loss.detach()
     return nats
 
+def join_processes(model: nn.Module, device: torch.device, config: TrainConfig, start: list
+                   ) -> nn.Module:
+    """The model, its gradients averaged over the processes, which must agree on where they start."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    starts = [[]] * WORLD
+    dist.all_gather_object(starts, [Path(config.out_dir, "lock.owner").read_text(), *start])
+    need(starts.count(starts[0]) == WORLD, f"--out_dir {config.out_dir} and --cache_dir "
+         f"{config.cache_dir} must be folders that all machines share")
+    return nn.parallel.DistributedDataParallel(model)
+
 def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
              first: int, steps: int, peak: float) -> None:
     """Say what the settings come to. Raises UserError if the disk has too little space."""
@@ -975,8 +985,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             compile_model(model, [tensor.to(device) for tensor in batch])
     parallel, bad, caught, start = model, 0, [], time.monotonic()
     if WORLD > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel = join_processes(model, device, config, [first, fingerprint["train"]["crc32"]])
     row, log = open_log(config.out_dir, first) if RANK == 0 else ({}, lambda row: None)
     nats, labels, seconds = torch.zeros((), device=device), 0, float(row.get("seconds", 0))
     with contextlib.ExitStack() as stack:

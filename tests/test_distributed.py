@@ -32,14 +32,21 @@ def no_second_spent_on_the_peak():
 
 
 class Job:
-    """Two processes of the script, started as torchrun does, with one thread each."""
+    """Two processes of the script, started as torchrun does, with one thread each.
 
-    def __init__(self, flags: list[str], log: Path) -> None:
+    With apart=True each starts in a folder of its own below the log's, called by its rank.
+    """
+
+    def __init__(self, flags: list[str], log: Path, apart: bool = False) -> None:
         self.log = log
+        command = [str(ROOT / "train_llama.py"), *flags]
+        if apart:
+            command = ["--no-python", "sh", "-c", f'cd {log.parent}/"$RANK" && exec "$0" "$@"',
+                       sys.executable, *command]
         with open(log, "w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 "--nproc_per_node", "2", str(ROOT / "train_llama.py"), *flags], stdout=file,
+                 "--nproc_per_node", "2", *command], stdout=file,
                 stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def wait_for_line(self, beginning: str) -> None:
@@ -160,6 +167,8 @@ def test_a_process_stops_only_in_a_step_in_which_the_others_know_of_its_signal(
     monkeypatch.setattr(train_llama, "WORLD", 2)
     monkeypatch.setattr(train_llama.dist, "init_process_group", lambda backend: None)
     monkeypatch.setattr(train_llama.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(train_llama.dist, "all_gather_object", lambda starts, start: (
+        starts.__setitem__(slice(None), [start, start])))
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda model: model)
     with pytest.raises(SystemExit) as caught:
         train_llama.main(run_flags(save_every=100, log_every=1))
@@ -273,6 +282,20 @@ def test_two_processes_with_a_micro_batch_each_equal_one_with_two_bit_for_bit(th
     expected, got = (there_and_back[0][name] for name in ("one", "two"))
     for name, weight in expected["model"].items():
         assert torch.equal(got["model"][name], weight), name
+
+
+@pytest.mark.parametrize("left_over", [None, "1"], ids=["a new folder", "an older run's folder"])
+def test_machines_that_share_no_folders_are_refused(left_over, settings, tmp_path):
+    for rank in "01":
+        (tmp_path / rank / "out").mkdir(parents=True)
+    if left_over:
+        (tmp_path / "1" / "out" / "lock.owner").write_text(left_over)
+    with Job(as_flags(settings | dict(out_dir="out", cache_dir="tokens")), tmp_path / "log",
+             apart=True) as job:
+        status, output = job.finish()
+    assert status != 0 and "step 2/" not in output
+    assert any("--out_dir out" in line and "--cache_dir tokens" in line
+               for line in output.splitlines()), output
 
 
 def test_a_process_that_dies_ends_the_job(settings, tmp_path):
