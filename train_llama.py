@@ -921,7 +921,7 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
 
 def join_processes(model: nn.Module, device: torch.device, config: TrainConfig, start: list
                    ) -> nn.Module:
-    """The model, its gradients averaged over the processes, which must agree on where they start."""
+    """The model with gradients averaged over the processes, which must agree where they start."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     starts = [[]] * WORLD
     dist.all_gather_object(starts, [Path(config.out_dir, "lock.owner").read_text(), *start])

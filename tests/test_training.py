@@ -190,7 +190,8 @@ def test_the_metrics_have_the_documented_columns_and_rows(plain):
 def test_the_tokens_are_the_labels_trained_on(packing, run):
     checkpoint = (finished := run(packing=packing, eval_every=100)).checkpoint
     (path,) = Path(checkpoint["config"]["cache_dir"]).glob("*.train.u*")
-    dataset = PretrainingDataset(str(path), checkpoint["fingerprint"]["train"]["tokens"], 16, packing)
+    tokens = checkpoint["fingerprint"]["train"]["tokens"]
+    dataset = PretrainingDataset(str(path), tokens, 16, packing)
     labels = np.array([(dataset[i]["labels"] != -100).sum() for i in range(len(dataset))])
     assert packing == (labels[:-1] == 16).all()
 
