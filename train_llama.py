@@ -92,8 +92,7 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     dataset=STDLIB, tokenizer_path="demo_bpe.json", val_every=20, out_dir="demo_out", seq_len=256,
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
-    train_tokens=1_500_000, optimizer="muon", learning_rate=1.2e-2, warmup_steps=40,
-    eval_every=200, save_every=200)
+    train_tokens=1_500_000, optimizer="muon", learning_rate=1.2e-2, warmup_steps=40)
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
@@ -158,7 +157,8 @@ def check_settings(s: argparse.Namespace) -> None:
     for rule in RULES:
         given = {n: f"--{n} {v}" for n, v in vars(s).items() if re.search(rf"\b{n}\b", rule)}
         if not faults.keys() & given and not eval(rule, {**vars(s), "processes": WORLD}):
-            faults[rule] = f"{', '.join(given.values())}, {WORLD} processes: {rule} must hold"
+            given |= {"": f"{WORLD} processes"} if "processes" in rule else {}
+            faults[rule] = f"{', '.join(given.values())}: {rule} must hold"
     usual = vars(parse_flags(demo := ["--demo"] * s.demo, [TrainConfig], DEMO))
     remedy = shlex.join(["python", "train_tokenizer.py", *demo, *(
         f"--{name}={value}" for name, value in vars(s).items() if value != usual.get(name)
@@ -990,7 +990,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     nats, labels, seconds = torch.zeros((), device=device), 0, float(row.get("seconds", 0))
     with contextlib.ExitStack() as stack:
         both = signal.SIGINT, signal.SIGTERM
-        for number in both:  # after the first one, the second ends the process
+        for number in both:  # Ctrl-C ends the run when its step is saved; a second one, at once
             stack.callback(signal.signal, number, signal.signal(number, lambda number, _: (
                 caught.append(number), [signal.signal(each, signal.SIG_DFL) for each in both])))
         bar = stack.enter_context(tqdm(total=steps, initial=first, disable=True if RANK else None,

@@ -3,6 +3,7 @@
     python tests/benchmark.py                 # throughput of all, then the race: about 20 minutes
     python tests/benchmark.py --quick         # two minutes, for a first look
     python tests/benchmark.py --sizes default --micro_batch_sizes 8 16 32 --no-race   # on a GPU
+    python tests/benchmark.py --heads --micro_batch_sizes 8 16 32 64    # forms of the head and loss
 
 Every contender runs in a process of its own, one after the other, and all of them again in the next
 round, so that a noisy machine is noisy for all; a row is the median of the rounds, with its range.
@@ -31,14 +32,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_llama as ours
 import train_tokenizer
 
 SIZES = {
-    "demo": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
-                 num_key_value_heads=2, seq_len=256, batch_size=16, vocab_size=4096),
+    "demo": train_tokenizer.DEMO | ours.DEMO,
+    "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+                  num_attention_heads=4, num_key_value_heads=2, seq_len=256, batch_size=16,
+                  vocab_size=4096),
     "default": dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
                     num_attention_heads=12, num_key_value_heads=3, seq_len=512, batch_size=64,
                     vocab_size=50_000),
@@ -237,6 +241,70 @@ def throughput(arguments: argparse.Namespace, size: str, at_once: int) -> None:
                   f"{statistics.median(r['memory'] for r in rows):.2f} |", flush=True)
 
 
+HEADS = ["plain", "in pieces", "recomputed", "linear_cross_entropy"]
+
+
+def head_loss(name: str, hidden: torch.Tensor, weight: torch.Tensor,
+              labels: torch.Tensor) -> torch.Tensor:
+    """The summed loss of the default model's head, in one of four forms."""
+    linear, cross_entropy = torch.nn.functional.linear, torch.nn.functional.cross_entropy
+
+    def loss(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(linear(some, weight).float(), wanted, reduction="sum")
+
+    if name == "plain":
+        return loss(hidden, labels)
+    if name == "in pieces":  # as train_llama does it on a CPU without compilation
+        return sum(map(loss, hidden.split(512), labels.split(512)))
+    if name == "recomputed":  # logits are made again in the backward pass, an eighth at a time
+        size = -(-len(hidden) // 8)
+        return sum(torch.utils.checkpoint.checkpoint(loss, some, wanted, use_reentrant=False)
+                   for some, wanted in zip(hidden.split(size), labels.split(size)))
+    return torch.nn.functional.linear_cross_entropy(  # knows no autocast, and sums in its dtype
+        hidden.to(torch.bfloat16), weight.to(torch.bfloat16), labels, reduction="none",
+        options=torch.nn.LinearCrossEntropyOptions()).float().sum()
+
+
+def head_work(arguments: argparse.Namespace) -> None:
+    """What the process of one form of the head does: three passes, the best of their times."""
+    shape, device = SIZES["default"], torch.device(arguments.device)
+    torch.manual_seed(0)
+    rows = arguments.at_once * shape["seq_len"]
+    hidden = torch.randn(rows, shape["hidden_size"], device=device, requires_grad=True)
+    weight = torch.nn.Parameter(0.02 * torch.randn(shape["vocab_size"], shape["hidden_size"],
+                                                   device=device))
+    labels = torch.randint(shape["vocab_size"], (rows,), device=device)
+    before, times = ours.memory_gb(device), []
+    for _ in range(3):
+        hidden.grad = weight.grad = None
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = head_loss(arguments.head, hidden, weight, labels)
+        loss.backward()
+        total = loss.item()  # waits for the device
+        times.append(time.perf_counter() - start)
+    print(json.dumps(dict(seconds=min(times), memory=ours.memory_gb(device) - before,
+                          loss=total / rows)))
+
+
+def heads(arguments: argparse.Namespace) -> None:
+    """The table of forms of the head, at the default model's size, in bfloat16."""
+    print("| micro-batch | form | tokens/s of the head | memory GB | loss |\n|---|---|---|---|---|")
+    for at_once in arguments.micro_batch_sizes:
+        for name in HEADS:
+            done = subprocess.run([sys.executable, __file__, "--head", name, "--at_once",
+                                   str(at_once), "--device", arguments.device],
+                                  capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr.strip() or "killed: out of memory").splitlines()[-1]
+                print(f"| {at_once} | {name} | {reason[:80]} | | |", flush=True)
+                continue
+            row = json.loads(done.stdout.splitlines()[-1])
+            speed = at_once * SIZES["default"]["seq_len"] / row["seconds"]
+            print(f"| {at_once} | {name} | {speed:,.0f} | {row['memory']:.2f} | "
+                  f"{row['loss']:.4f} |", flush=True)
+
+
 def data_path(arguments: argparse.Namespace, size: str) -> None:
     """How fast rows can be read, without a model."""
     job = Job("ours", arguments.folder, size, 16, "cpu", "float32")
@@ -317,16 +385,22 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "benchmark"))
+    parser.add_argument("--heads", action="store_true", help="forms of the head alone")
+    parser.add_argument("--head", choices=HEADS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--size", default="demo", help=argparse.SUPPRESS)
     parser.add_argument("--at_once", type=int, default=16, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         return work(arguments)
+    if arguments.head:
+        return head_work(arguments)
     if arguments.quick:
         arguments.rounds, arguments.seconds, arguments.race_seconds = 1, 4, 30
     device, arguments.dtype = ours.choose_device(arguments.device, arguments.dtype)
     arguments.device = str(device)
+    if arguments.heads:
+        return heads(arguments)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for size in arguments.sizes:
         prepare(arguments.folder, size)
