@@ -92,7 +92,7 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     dataset=STDLIB, tokenizer_path="demo_bpe.json", val_every=20, out_dir="demo_out", seq_len=256,
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
-    train_tokens=1_500_000, optimizer="muon", learning_rate=1.2e-2, warmup_steps=40)
+    train_tokens=1_500_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40)
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
@@ -586,14 +586,19 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     """AdamW for all weights (arXiv:1711.05101), or Muon for the layers' matrices beside it.
 
     Muon sets the singular values of the momentum to about 1, scaled here to the size of AdamW's
-    updates, so that one learning rate serves both (arXiv:2502.16982).
+    updates, so that one learning rate serves both (arXiv:2502.16982). The embedding, of which a
+    step sees a few rows, then wants a rate that is `scale` times as high: measured.
     """
-    muon, decayed, plain = [], [], []
+    muon, embedding, decayed, plain = [], [], [], []
+    beside = config.optimizer == "muon" and not model.config.tie_word_embeddings
     for name, weight in model.named_parameters():
         by_muon = config.optimizer == "muon" and ".layers." in name
-        (plain if weight.dim() < 2 else muon if by_muon else decayed).append(weight)
+        (plain if weight.dim() < 2 else muon if by_muon else
+         embedding if beside and "embed" in name else decayed).append(weight)
     rate, decay = config.learning_rate, config.weight_decay
-    adamw = torch.optim.AdamW([dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr=rate,
+    groups = (dict(params=embedding, scale=16), dict(params=decayed),
+              dict(params=plain, weight_decay=0.0))
+    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=rate,
                               betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, fused=True)
     return [adamw] if not muon else [adamw, torch.optim.Muon(
         muon, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
@@ -998,10 +1003,11 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
         for step in range(first, steps):
             chosen = rows_of_step(step, config.batch_size, rows, config.seed)
             part = add_gradients(parallel, dataset, chosen, at_once, autocast, scaler)
+            rate = learning_rate_at(step, steps, config)
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
                 for group in optimizer.param_groups:
-                    group["lr"] = rate = learning_rate_at(step, steps, config)
+                    group["lr"] = rate * group.get("scale", 1)
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
             if math.isfinite(norm):  # .item() was the one time that the step waits for the device
                 for optimizer in optimizers:

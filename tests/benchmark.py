@@ -356,7 +356,7 @@ def race(arguments: argparse.Namespace) -> None:
         start = time.perf_counter()
         for optimizer in job.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = ours.learning_rate_at(step, steps, job.config)
+                group["lr"] = group.get("scale", 1) * ours.learning_rate_at(step, steps, job.config)
         job.step()
         spent += time.perf_counter() - start
         if reached is None and (step + 1) % max(1, steps // 10) == 0:

@@ -110,8 +110,8 @@ class Row(benchmark.Job):
             torch.nn.functional.scaled_dot_product_attention = attention
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = ours.learning_rate_at(min(self.done, self.steps - 1), self.steps,
-                                                    self.config)
+                group["lr"] = group.get("scale", 1) * ours.learning_rate_at(
+                    min(self.done, self.steps - 1), self.steps, self.config)
         self.update(1.0)
         return self.dataset.count_labels(chosen)
 

@@ -26,7 +26,8 @@ import train_tokenizer
 RATES = dict(adamw=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3), muon=(4e-3, 8e-3, 12e-3, 16e-3, 24e-3))
 OTHERS = [dict(weight_decay=0.0), dict(weight_decay=0.3), dict(warmup_steps=10),
           dict(warmup_steps=80), dict(schedule="wsd"), dict(batch_size=8), dict(batch_size=32)]
-APART = [dict(adamw_share=share) for share in (0.25, 0.5, 2.0)]  # of Muon's rate, for the rest
+APART = [dict(adamw_share=share) for share in (0.25, 0.5, 2.0)] + [  # of Muon's rate, for the rest
+    dict(embedding_scale=scale) for scale in (1, 4, 64)]  # and for the embedding alone
 
 
 def run(arguments: argparse.Namespace, changes: dict) -> dict:
@@ -68,7 +69,10 @@ def run(arguments: argparse.Namespace, changes: dict) -> dict:
         for optimizer in optimizers:
             apart = share if config.optimizer == "muon" and optimizer is optimizers[0] else 1.0
             for group in optimizer.param_groups:
-                group["lr"] = rate * apart
+                scale = group.get("scale", 1)
+                if "embedding_scale" in changes:
+                    scale = changes["embedding_scale"] if scale > 1 else 1
+                group["lr"] = rate * apart * scale
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
@@ -109,7 +113,7 @@ def main() -> None:
         tries = [dict(optimizer=optimizer, learning_rate=rate) for rate in rates]
         bests[optimizer] = min(tries, key=loss_of)
     for change in () if arguments.quick else APART + OTHERS:
-        for optimizer in ("muon",) if "adamw_share" in change else RATES:
+        for optimizer in ("muon",) if change in APART else RATES:
             loss_of(bests[optimizer] | change)
     print("| settings | held-out nats a token | bits per byte |\n|---|---|---|")
     for line in known:

@@ -217,7 +217,8 @@ def updates():
     def look(optimizer, args, kwargs):
         squares = sum(weight.grad.square().sum().item()
                       for group in optimizer.param_groups for weight in group["params"])
-        seen.append(({group["lr"] for group in optimizer.param_groups}, squares))
+        rates = {group["lr"] / group.get("scale", 1) for group in optimizer.param_groups}
+        seen.append((rates, squares))
 
     hook = register_optimizer_step_pre_hook(look)
     yield seen
