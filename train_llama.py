@@ -92,7 +92,7 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     dataset=STDLIB, tokenizer_path="demo_bpe.json", val_every=20, out_dir="demo_out", seq_len=256,
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
-    train_tokens=2_700_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40, compile=False)
+    train_tokens=2_400_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40)
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
