@@ -900,7 +900,8 @@ def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
         with open(path, "a") as file:
             file.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
         for name in row.keys() - METRICS[:3] if board else ():
-            board.add_scalar(name, row[name], row["step"])
+            add = board.add_text if name == "sample" else board.add_scalar
+            add(name, row[name], row["step"])
 
     return dict(zip(METRICS, rows[-1])) if rows else {}, log
 
@@ -962,7 +963,7 @@ def validate(model: nn.Module, dataset: PretrainingDataset, tokenizer: Tokenizer
     sample = "".join(generate(model, tokenizer, "", config))
     say(f"step {step:,}: held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {bits:.4f} "
         f"bits per byte, and a sample:\n{sample}")
-    return dict(val_loss=loss, bits_per_byte=bits)
+    return dict(val_loss=loss, bits_per_byte=bits, sample=sample)
 
 def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) -> dict:
     """Train, from the newest checkpoint in out_dir if there is one; returns the last metrics."""
@@ -1044,6 +1045,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                         row |= validate(model, validation, tokenizer, config,
                                         fingerprint["val"]["bytes"], done)
                 log(row)
+                row.pop("sample", None)
                 nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
             saving = done == steps or stopping or not bad and done % config.save_every == 0
             if saving and RANK == 0:

@@ -780,6 +780,12 @@ def test_tensorboard_drops_what_lies_beyond_the_checkpoint(run, tmp_path, monkey
     rates = [float(row["learning_rate"]) for row in logged(tmp_path / "out")]
     assert [event.value for event in events.Scalars("learning_rate")] == [
         np.float32(rate) for rate in rates]
+    from tensorboard.backend.event_processing import plugin_event_accumulator  # TensorBoard's own
+
+    texts = plugin_event_accumulator.EventAccumulator(str(tmp_path / "out")).Reload()
+    samples = texts.Tensors("sample/text_summary")
+    assert [event.step for event in samples] == [6, 12, 13]
+    assert all(event.tensor_proto.string_val[0] for event in samples)
 
 
 # ---- Changed settings ----------------------------------------------------------------------------
