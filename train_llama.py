@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from filelock import FileLock, Timeout
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer, decoders
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -441,9 +440,10 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
                 if os.path.getsize(new["path"]) < found[split]["tokens"] * size:
                     raise FileNotFoundError
             facts = found
-        if missing := not facts["ended"] and facts["train"]["tokens"] < needed:
-            append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size,
-                          sum(map(os.path.getsize, files)) or math.inf)
+        if missing := not facts["ended"] and (known := facts["train"]["tokens"]) < needed:
+            most = sum(map(os.path.getsize, files)) or math.inf
+            check_disk(config.cache_dir, size * (min(most, needed) - known), "tokens")
+            append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size, most)
     train, val, gb = facts["train"], facts["val"], sum(
         file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
     why = ", ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8)) or "none"
@@ -590,11 +590,10 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     step sees a few rows, then wants a rate that is `scale` times as high: measured.
     """
     muon, embedding, decayed, plain = [], [], [], []
-    beside = config.optimizer == "muon" and not model.config.tie_word_embeddings
+    both, tied = config.optimizer == "muon", model.config.tie_word_embeddings
     for name, weight in model.named_parameters():
-        by_muon = config.optimizer == "muon" and ".layers." in name
-        (plain if weight.dim() < 2 else muon if by_muon else
-         embedding if beside and "embed" in name else decayed).append(weight)
+        (plain if weight.dim() < 2 else muon if both and ".layers." in name else
+         embedding if both and not tied and "embed" in name else decayed).append(weight)
     rate, decay = config.learning_rate, config.weight_decay
     groups = (dict(params=embedding, scale=16), dict(params=decayed),
               dict(params=plain, weight_decay=0.0))
@@ -652,6 +651,13 @@ def load_weights(path: str) -> dict[str, Tensor]:
     except Exception as error:
         raise UserError(f"--init_from {path} is no checkpoint or model: {brief(error)}") from error
 
+def checksum(path: str, tokens: int) -> int:
+    """The CRC-32 of the first tokens of a file, in constant memory."""
+    crc, step = 0, 1 << 24
+    for i in range(0, tokens, step):
+        crc = zlib.crc32(map_tokens(path, tokens)[i : i + step], crc)
+    return crc
+
 def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
     """Say which settings have changed; raise UserError for those that make it another run."""
     saved, was = checkpoint["config"], checkpoint["fingerprint"]
@@ -659,9 +665,9 @@ def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
                if saved.get(name) != value}
     refused = [text for name, text in changed.items() if name in FIXED]
     same = (now["train"]["tokens"] == was["train"]["tokens"] or not was["ended"]) and all(
-        now[split]["tokens"] >= (tokens := was[split]["tokens"]) and (not tokens or zlib.crc32(
-            map_tokens(now[split]["path"], tokens)) == was[split]["crc32"])
-        for split in ("train", "val"))
+        new["tokens"] >= (tokens := old["tokens"]) and old["crc32"] == (
+            new["crc32"] if tokens == new["tokens"] else checksum(new["path"], tokens))
+        for new, old in ((now[split], was[split]) for split in ("train", "val")))
     if was["tokenizer"] != now["tokenizer"]:
         refused.append(changed.get("tokenizer_path", f"another {settings['tokenizer_path']}"))
     elif not same:
@@ -699,7 +705,7 @@ def generate(model: nn.Module, tokenizer: Tokenizer, prompt: str, config: TrainC
     ids = [BOT, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     if len(ids) > config.seq_len:
         say(f"the prompt has {len(ids)} tokens, of which the model sees the last {config.seq_len}")
-    device, stream = next(model.parameters()).device, DecodeStream(skip_special_tokens=True)
+    device, out = next(model.parameters()).device, decoders.DecodeStream(skip_special_tokens=True)
     generator = torch.Generator().manual_seed(config.seed)  # its own: sampling changes no run
     for _ in range(config.max_new_tokens):
         hidden = model.model(torch.tensor([ids[-config.seq_len :]], device=device))  # (1, T, C)
@@ -711,7 +717,7 @@ def generate(model: nn.Module, tokenizer: Tokenizer, prompt: str, config: TrainC
         ids.append(tokens[choice].item())
         if ids[-1] == EOT:
             return
-        yield stream.step(tokenizer, ids[-1]) or ""
+        yield out.step(tokenizer, ids[-1]) or ""
 
 # ---- 7 Export ------------------------------------------------------------------------------------
 # The finished model as a folder that transformers, and what builds on it, can load.
@@ -895,14 +901,11 @@ def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
         from torch.utils.tensorboard import SummaryWriter
         board = SummaryWriter(out_dir, purge_step=step + 1)
     say(f"metrics: {path}, TensorBoard {'on' if board else 'not installed'}")
-
     def log(row: dict) -> None:
         with open(path, "a") as file:
             file.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
         for name in row.keys() - METRICS[:3] if board else ():
-            add = board.add_text if name == "sample" else board.add_scalar
-            add(name, row[name], row["step"])
-
+            (board.add_text if name == "sample" else board.add_scalar)(name, row[name], row["step"])
     return dict(zip(METRICS, rows[-1])) if rows else {}, log
 
 def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarray,
@@ -925,10 +928,9 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
         nats += loss.detach()
     return nats
 
-def join_processes(model: nn.Module, device: torch.device, config: TrainConfig, start: list
-                   ) -> nn.Module:
+def join_processes(model: nn.Module, config: TrainConfig, start: list) -> nn.Module:
     """The model with gradients averaged over the processes, which must agree where they start."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if next(model.parameters()).is_cuda else "gloo")
     starts = [[]] * WORLD
     dist.all_gather_object(starts, [Path(config.out_dir, "lock.owner").read_text(), *start])
     need(starts.count(starts[0]) == WORLD, f"--out_dir {config.out_dir} and --cache_dir "
@@ -991,7 +993,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             compile_model(model, [tensor.to(device) for tensor in batch])
     parallel, bad, caught, start = model, 0, [], time.monotonic()
     if WORLD > 1:
-        parallel = join_processes(model, device, config, [first, fingerprint["train"]["crc32"]])
+        parallel = join_processes(model, config, [first, fingerprint["train"]["crc32"]])
     row, log = open_log(config.out_dir, first) if RANK == 0 else ({}, lambda row: None)
     nats, labels, seconds = torch.zeros((), device=device), 0, float(row.get("seconds", 0))
     with contextlib.ExitStack() as stack:
@@ -1021,7 +1023,6 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                                "checkpoint with a lower --learning_rate")
             scaler.update()
             model.zero_grad(set_to_none=True)
-
             tokens, done = tokens + dataset.count_labels(chosen), step + 1
             bar.update()
             stopping = caught  # the same list: it gets late signals, too
@@ -1035,10 +1036,9 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                     dist.all_reduce(nats)
                 loss, took = nats.item() / (labels or math.nan), time.monotonic() - start
                 speed, seconds = labels / took, seconds + took
-                share = speed * flops_per_token(model, config.seq_len) / peak
                 row = dict(step=done, tokens=tokens, seconds=seconds, loss=loss, learning_rate=rate,
-                           grad_norm=norm, tokens_per_second=speed, peak_share=share,
-                           memory_gb=memory_gb(device))
+                           grad_norm=norm, tokens_per_second=speed, memory_gb=memory_gb(device),
+                           peak_share=speed * flops_per_token(model, config.seq_len) / peak)
                 show(row, bar)
                 if evaluating:
                     with autocast():

@@ -50,6 +50,12 @@ SIZES = {
 CONTENDERS = ["ours", "ours compiled", "transformers", "transformers compiled", "naive"]
 
 
+def documents() -> list[str]:
+    """The texts of the demo's corpus."""
+    rows, _ = ours.open_rows(ours.STDLIB, "", "text")
+    return list(ours.load_documents(rows, "text", Counter()))
+
+
 def prepare(folder: Path, size: str) -> None:
     """A tokenizer and token files of the standard library's sources, in `folder`."""
     path = folder / f"{size}.json"
@@ -98,9 +104,7 @@ class Job:
         if naive:
             self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-3,
                                                  weight_decay=0.01)]
-            rows, _ = ours.open_rows(ours.STDLIB, "", "text")
-            texts = list(ours.load_documents(rows, "text", Counter()))
-            self.texts = [text for i, text in enumerate(texts) if i % self.config.val_every]
+            self.texts = [text for i, text in enumerate(documents()) if i % self.config.val_every]
         else:
             self.config.optimizer = "adamw"  # the same for both; the race has ours as it comes
             self.optimizers = ours.make_optimizers(self.model, self.config)
@@ -150,6 +154,13 @@ class Job:
             labels += int((targets >= 0).sum())
         self.update(math.inf)
         return labels
+
+    def set_rate(self, step: int, steps: int) -> None:
+        """Give all groups of weights the learning rate of a step, as the training does."""
+        rate = ours.learning_rate_at(step, steps, self.config)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group.get("scale", 1)
 
     def update(self, clip: float) -> None:
         """Clip, step, and forget the gradients."""
@@ -354,9 +365,7 @@ def race(arguments: argparse.Namespace) -> None:
     reached = None
     for step in range(steps):
         start = time.perf_counter()
-        for optimizer in job.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group.get("scale", 1) * ours.learning_rate_at(step, steps, job.config)
+        job.set_rate(step, steps)
         job.step()
         spent += time.perf_counter() - start
         if reached is None and (step + 1) % max(1, steps // 10) == 0:

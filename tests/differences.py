@@ -1,6 +1,6 @@
 """What each difference from the usual script is worth, one at a time, on the demo's text.
 
-    python tests/differences.py                  # all: about 25 minutes on two cores
+    python tests/differences.py                  # all of them
     python tests/differences.py --only tokenizer
 
 Every row is the demo with one thing as the usual script has it: the speed beside the demo's own
@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -33,15 +32,9 @@ ROWS = ["as it is", "additive mask", "float32", "one document a row, clipped", "
         "PyTorch's initialisation"]
 
 
-def texts() -> list[str]:
-    """The documents of the demo's corpus."""
-    rows, _ = ours.open_rows(ours.STDLIB, "", "text")
-    return list(ours.load_documents(rows, "text", Counter()))
-
-
 def learn(name: str) -> dict:
     """Seconds and GB to learn 4,096 tokens, and held-out texts that are not restored."""
-    documents, every = texts(), ours.DEMO["val_every"]
+    documents, every = benchmark.documents(), ours.DEMO["val_every"]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, cpu = time.perf_counter(), time.process_time()
     learnt = (text for i, text in enumerate(documents) if i % every)
@@ -108,23 +101,17 @@ class Row(benchmark.Job):
                                self.autocast, self.scaler)
         finally:
             torch.nn.functional.scaled_dot_product_attention = attention
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group.get("scale", 1) * ours.learning_rate_at(
-                    min(self.done, self.steps - 1), self.steps, self.config)
+        self.set_rate(min(self.done, self.steps - 1), self.steps)
         self.update(1.0)
         return self.dataset.count_labels(chosen)
 
 
 def train(name: str, folder: Path, steps: int) -> dict:
-    """Speed over the steps in seconds of its own, and bits per byte after the last."""
-    row, spent, labels = Row(name, folder, steps), 0.0, 0
-    for i in range(steps):
-        start = time.perf_counter()
-        done = row.step()
-        if i >= 3:
-            spent, labels = spent + time.perf_counter() - start, labels + done
-    return dict(speed=labels / spent, bits=row.bits_per_byte(), share=row.share)
+    """Bits per byte after so many steps, and the share of the text that is ever read."""
+    row = Row(name, folder, steps)
+    for _ in range(steps):
+        row.step()
+    return dict(bits=row.bits_per_byte(), share=row.share)
 
 
 def speeds(names: list[str], folder: Path) -> None:

@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 
@@ -506,6 +507,31 @@ def test_too_little_free_space_is_found_before_the_first_step(run, tmp_path, mon
     at_step(monkeypatch, 1, lambda: pytest.fail("a step was begun"))
     message = run()
     assert isinstance(message, str) and str(tmp_path) in message
+
+
+def test_too_little_free_space_for_tokens_is_found_before_they_are_written(
+        run, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(train_llama, "append_tokens", lambda *args: pytest.fail("tokens written"))
+    message = run()
+    assert isinstance(message, str) and "tokens" in message and str(tmp_path / "tokens") in message
+
+
+def test_a_resume_reads_the_token_file_only_if_it_has_grown(run, out, corpus, monkeypatch):
+    read, checksum = [], train_llama.checksum
+    monkeypatch.setattr(train_llama, "checksum", lambda path, tokens: (
+        read.append(tokens), checksum(path, tokens))[1])
+    assert run() == 0
+    assert read == []
+
+
+def test_the_checksum_of_a_beginning_is_that_of_its_bytes(tmp_path):
+    tokens = np.arange(40_000, dtype="u2")
+    tokens.tofile(tmp_path / "some.u2")
+    for n in (0, 1, 39_999):
+        assert train_llama.checksum(str(tmp_path / "some.u2"), n) == zlib.crc32(
+            tokens[:n].tobytes())
 
 
 # ---- Signals -------------------------------------------------------------------------------------
