@@ -13,8 +13,8 @@ hidden size, N heads, K key-value heads, D = C / N size of a head, V vocabulary 
 """
 from __future__ import annotations
 
-import argparse, contextlib, functools, glob, hashlib, inspect, io, json, math, os, re, shlex
-import shutil, signal, sys, sysconfig, tempfile, time, zipfile, zlib
+import argparse, contextlib, ctypes, functools, glob, hashlib, inspect, io, json, math, os, re
+import shlex, shutil, signal, sys, sysconfig, tempfile, time, zipfile, zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 # ---- 1 Settings ----------------------------------------------------------------------------------
-# Every number of a run stands here. A field is also a flag (--micro_batch_size 4), and its comment
-# is the flag's help. One update of the weights sees batch_size x seq_len tokens.
+# What you may want to change stands here. A field is also a flag (--micro_batch_size 4), and its
+# comment is the flag's help. One update of the weights sees batch_size x seq_len tokens.
 
 @dataclass
 class LlamaConfig:
@@ -43,7 +43,7 @@ class LlamaConfig:
     num_hidden_layers: int = 12  # how many decoder layers
     num_attention_heads: int = 12  # N, the query heads
     num_key_value_heads: int = 3  # K, the key and value heads; K = N is plain attention
-    rms_norm_eps: float = 1e-5  # added to the mean square before its root divides
+    rms_norm_eps: float = 1e-5  # keeps the norms from dividing by zero
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
     tie_word_embeddings: bool = False  # let the head share the embedding's matrix
 
@@ -54,13 +54,13 @@ class TrainConfig:
     dataset_config: str = "sample-10BT"  # configuration of a Hub data set; "" for its only one
     text_column: str = "text"  # the column (or JSON key) that holds the text
     tokenizer_path: str = "bpe_50k.json"  # made by train_tokenizer.py
-    cache_dir: str = "tokens"  # folder for the token files, two bytes a token
-    val_every: int = 1000  # of so many documents the first is held out for validation; 0: none
+    cache_dir: str = "tokens"  # folder for the token files
+    val_every: int = 1000  # hold out one document in so many for validation; 0: none
     packing: bool = True  # join documents and cut blocks; else each document has its own rows
     seq_len: int = 512  # T, tokens in a training sequence
 
     train_tokens: int = 3_600_000_000  # length of the run: about 20 tokens a parameter
-    max_epochs: float = 4.0  # end when the corpus was read so often (arXiv:2305.16264)
+    max_epochs: float = 4.0  # read the corpus at most so often (arXiv:2305.16264)
     batch_size: int = 512  # sequences in one optimiser step, over all processes
     micro_batch_size: int = 8  # sequences that one process holds at once; lower it to save memory
     optimizer: str = "adamw"  # adamw, or muon for the layers' matrices
@@ -92,6 +92,8 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
     train_tokens=2_400_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40)
+# check_settings evaluates these with the flags as names. (val_every 1 would leave nothing to train
+# on.)
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
@@ -133,8 +135,9 @@ def parse_flags(argv: list[str] | None, configs: list[type], demo: dict) -> argp
     for name, kind, comment in re.findall(r"^    (\w+): (\S+).*? = .*?  # (.*)$", source, re.M):
         form = dict(action=argparse.BooleanOptionalAction) if kind == "bool" else dict(
             type={"int": int, "float": float, "str": str}[kind], metavar=kind)
-        parser.add_argument(*{f"--{name}": 0, f"--{name.replace('_', '-')}": 0}, **form,
-                            default=usual[name], help=f"{comment} (default: {usual[name]})")
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))  # once, if equal
+        parser.add_argument(*spellings, **form, default=usual[name],
+                            help=f"{comment} (default: {usual[name]})")
     return parser.parse_args(argv)
 
 def load_tokenizer(path: str, remedy: str = "") -> Tokenizer:
@@ -158,7 +161,8 @@ def check_settings(s: argparse.Namespace) -> None:
         if not faults.keys() & given and not eval(rule, {**vars(s), "processes": WORLD}):
             given |= {"": f"{WORLD} processes"} if "processes" in rule else {}
             faults[rule] = f"{', '.join(given.values())}: {rule} must hold"
-    usual = vars(parse_flags(demo := ["--demo"] * s.demo, [TrainConfig], DEMO))
+    demo = ["--demo"] * s.demo  # and now the command that makes the tokenizer for these settings
+    usual = vars(parse_flags(demo, [TrainConfig], DEMO))
     remedy = shlex.join(["python", "train_tokenizer.py", *demo, *(
         f"--{name}={value}" for name, value in vars(s).items() if value != usual.get(name)
         and name in ("dataset", "dataset_config", "text_column", "val_every", "tokenizer_path"))])
@@ -190,7 +194,7 @@ class RotaryEmbedding(nn.Module):
         frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
         angles = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies)
         angles = torch.cat((angles, angles), dim=-1)  # (max_position_embeddings, D)
-        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("cos", angles.cos(), persistent=False)  # not in state_dict()
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, N or K, T, D)
@@ -249,7 +253,8 @@ class LlamaModel(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(map(LlamaDecoderLayer, [config] * config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # arXiv:1910.07467
         self.rotary_emb = RotaryEmbedding(config)
 
@@ -270,7 +275,8 @@ class LlamaForPretraining(nn.Module):
                 # Each layer adds twice to the residual stream; smaller last projections keep the
                 # sum's variance the same at every depth (GPT-2).
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(weight, std=0.02 / (2 * config.num_hidden_layers) ** (0.5 * last))
+                terms = 2 * config.num_hidden_layers if last else 1
+                nn.init.normal_(weight, std=0.02 / math.sqrt(terms))
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -285,10 +291,10 @@ class LlamaForPretraining(nn.Module):
             return self.lm_head(hidden)
         # Logits are the largest tensor: a processor has them in its cache if it makes few at once.
         # A GPU does not need that, and a compiler knows better.
-        rows = 512 if hidden.is_cpu and not torch.compiler.is_compiling() else labels.numel()
+        few = 512 if hidden.is_cpu and not torch.compiler.is_compiling() else labels.numel()
+        parts = zip(hidden.flatten(0, 1).split(few), labels.flatten().split(few))
         return sum(F.cross_entropy(self.lm_head(some).float(), wanted, reduction="sum")
-                   for some, wanted in zip(hidden.flatten(0, 1).split(rows),
-                                           labels.flatten().split(rows)))
+                   for some, wanted in parts)
 
 def flops_per_token(model: LlamaForPretraining, seq_len: int) -> int:
     """Floating-point operations for one token, forward and backward (arXiv:2204.02311, app. B).
@@ -319,7 +325,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: str 
             os.replace(path, path.with_name(keep))
         os.replace(temporary, path)
         if os.name == "posix":
-            os.fsync(folder := os.open(path.parent, os.O_RDONLY))  # the name, too
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)  # the name, too
             os.close(folder)
     except Exception as error:  # torch.save raises RuntimeError on a full disk
         temporary.unlink(missing_ok=True)
@@ -338,11 +345,13 @@ def find_files(dataset: str) -> tuple[list[str], str]:
     names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     left_out = re.compile(r"\.|(tests?|idlelib|lib2to3|(site|dist)-packages)$" if demo else r"\.")
     for folder, folders, found in os.walk(path, followlinks=True):  # of a folder, what is below it
-        new = (real := os.path.realpath(folder)) not in seen  # links may make a circle
+        if (real := os.path.realpath(folder)) in seen:  # links can make a circle
+            folders.clear()  # what stands in this list is walked next
+            continue
         seen.add(real)
-        folders[:] = [name for name in sorted(folders) if new and not left_out.match(name)]
+        folders[:] = [name for name in sorted(folders) if not left_out.match(name)]
         names += [os.path.join(folder, name) for name in found
-                  if new and name[0] != "." and (name.endswith(".py") or not demo)]
+                  if name[0] != "." and (name.endswith(".py") or not demo)]
     files = list({os.path.realpath(name): name for name in sorted(names)
                   if os.path.isfile(name)}.values())
     kinds = Counter("parquet" if name.endswith(".parquet") else "json" if re.search(
@@ -363,9 +372,9 @@ def read_rows(files: list[str], kind: str, text_column: str) -> Iterator[dict]:
     for file in files:
         with io.TextIOWrapper(input_stream(file, compression="detect"), encoding="utf-8-sig",
                               errors="surrogateescape", newline="\n") as stream:
-            for text in stream if kind == "json" else iter(
-                    lambda: stream.read(65_536) + stream.readline(1_000_000), ""):
-                try:
+            pieces = iter(lambda: stream.read(65_536) + stream.readline(1_000_000), "")
+            for text in stream if kind == "json" else pieces:
+                try:  # | {} raises TypeError where there is no object
                     row = json.loads(text) | {} if kind == "json" else {text_column: text}
                 except (ValueError, TypeError, RecursionError):
                     row = {text_column: ValueError("no JSON object on a line")}
@@ -394,7 +403,8 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
     except Exception as error:  # networks, names and files fail in too many ways to list
         raise UserError(f"cannot open --dataset {dataset} --dataset_config '{dataset_config}' ("
                         f"{brief(error)}); without a network use --demo or local files") from error
-    say(f"reading {dataset}: {len(files)} {kind} files, {', '.join(files[:3])}")
+    say(f"reading {dataset}: " + (f"{len(files)} {kind} files, {', '.join(files[:3])}" if files
+                                  else f"revision {revision}"))
     need(text_column in columns or not columns, f"--text_column {text_column} is not a column of "
          f"{dataset}, these are: {', '.join(name for name in columns if name != '__file__')}")
     return (rows.select_columns(text_column) if kind == "hub" else rows), revision
@@ -435,24 +445,28 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
     with FileLock(stem + ".lock"):  # another process may be writing the same files
         with contextlib.suppress(FileNotFoundError):  # then all is made anew
             found = json.loads(Path(stem + ".json").read_text())
-            for split, new in splits.items():
-                found[split]["path"] = new["path"]  # the folder may have been moved
-                if os.path.getsize(new["path"]) < found[split]["tokens"] * size:
-                    raise FileNotFoundError
+            for split, part in splits.items():
+                found[split]["path"] = part["path"]  # the folder may have been moved
+                if os.path.getsize(part["path"]) < found[split]["tokens"] * size:
+                    raise FileNotFoundError  # at least its end
             facts = found
-        if missing := not facts["ended"] and (known := facts["train"]["tokens"]) < needed:
+        train, val = facts["train"], facts["val"]
+        missing = not facts["ended"] and train["tokens"] < needed
+        if missing:
             most = sum(map(os.path.getsize, files)) or math.inf
-            check_disk(config.cache_dir, size * (min(most, needed) - known), "tokens")
+            new = max(0, min(most, needed) - train["tokens"])
+            check_disk(config.cache_dir, size * new, "tokens")
             append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size, most)
-    train, val, gb = facts["train"], facts["val"], sum(
-        file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
-    why = ", ".join(f"{n:,} {why}" for why, n in Counter(facts["skipped"]).most_common(8)) or "none"
-    say(f"data: {config.dataset}, {facts['documents']:,} documents; rows skipped: {why}\n"
+    gb = sum(file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
+    why = ", ".join(f"{n:,} {reason}" for reason, n in Counter(facts["skipped"]).most_common(8))
+    say(f"data: {config.dataset}, {facts['documents']:,} documents; rows skipped or mended: "
+        f"{why or 'none'}\n"
         f"tokens: {'written' if missing else 'reused'}, {train['tokens']:,} to train on, "
         f"{val['tokens']:,} held out, {train['bytes'] / max(1, train['tokens']):.2f} bytes each; "
         f"{config.cache_dir} has {gb:.2f} GB")
     need(train["tokens"], f"--dataset {config.dataset} has no text to train on: --val_every "
-         f"{config.val_every} holds out {facts['documents']} documents; rows skipped: {why}")
+         f"{config.val_every} holds out {facts['documents']} documents; rows skipped: "
+         f"{why or 'none'}")
     return facts
 
 def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed: int, path: Path,
@@ -485,7 +499,7 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed
                 part |= dict(tokens=part["tokens"] + len(ids), crc32=zlib.crc32(ids, part["crc32"]),
                              bytes=part["bytes"] + len(text.encode()))
                 facts["documents"] += 1
-            facts |= dict(ended=room > 0, state=rows.state_dict())
+            facts |= dict(ended=room > 0, state=rows.state_dict())  # not full: no more documents
             bar.total = min(most, train["bytes"] * needed / max(1, train["tokens"]))  # a forecast
             bar.set_postfix_str(f"{facts['documents']:,} documents")
             bar.update(train["bytes"] - bar.n)
@@ -516,7 +530,8 @@ class PretrainingDataset(torch.utils.data.Dataset):
         if not self.packing:
             starts, lengths = document_rows(self.path, self.tokens, self.seq_len)
             return starts[rows], lengths[rows]
-        return (starts := rows * self.seq_len), np.minimum(self.seq_len + 1, self.tokens - starts)
+        starts = rows * self.seq_len
+        return starts, np.minimum(self.seq_len + 1, self.tokens - starts)
 
     def count_labels(self, rows: np.ndarray) -> int:
         """How many labels of some rows are not ignored; reads no tokens."""
@@ -532,7 +547,7 @@ class PretrainingDataset(torch.utils.data.Dataset):
         return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(labels)
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        input_ids, labels = self.batch(np.array([range(self.rows)[row]]))
+        input_ids, labels = self.batch(np.array([range(self.rows)[row]]))  # or IndexError
         return dict(input_ids=input_ids[0], labels=labels[0])
 
 def map_tokens(path: str, tokens: int) -> np.ndarray:
@@ -541,21 +556,25 @@ def map_tokens(path: str, tokens: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def document_rows(path: str, tokens: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of all rows without packing: a long document has several, none is cut."""
+    """Starts and lengths of all rows without packing.
+
+    A long document goes on in further rows, each from the last token of the row before.
+    """
     ids, step = map_tokens(path, tokens), 1 << 26
     starts = np.concatenate([np.flatnonzero(ids[i : i + step] == BOT) + i
                              for i in range(0, tokens, step)])
     ends = np.append(starts[1:], tokens)
     counts = -(-(ends - starts - 1) // seq_len)  # rows of each document; [BOT] is never a label
-    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # in a document
     starts = np.repeat(starts, counts) + nth * seq_len
     return starts, np.minimum(seq_len + 1, np.repeat(ends, counts) - starts)
 
 def rows_of_step(step: int, batch_size: int, rows: int, seed: int) -> np.ndarray:
     """The rows that a step trains on: a pure function, so that nothing need be saved to resume.
 
-    Positions step * batch_size + j run on through the epochs. In each, rows are shuffled inside
-    fixed windows: the order of the early ones does not depend on how many follow.
+    Steps count from 0, so the log's step 1 is step 0. Positions step * batch_size + j run on
+    through the epochs. In each, rows are shuffled inside fixed windows: the order of the early
+    ones does not depend on how many follow.
     """
     places = (divmod(step * batch_size + j, rows) for j in range(batch_size))
     return np.array([shuffled(rows, seed, epoch, place // WINDOW * WINDOW)[place % WINDOW]
@@ -563,7 +582,7 @@ def rows_of_step(step: int, batch_size: int, rows: int, seed: int) -> np.ndarray
 
 @functools.lru_cache(maxsize=4)
 def shuffled(rows: int, seed: int, epoch: int, first: int) -> np.ndarray:
-    """The rows of a window in their order, made from raw bits, which no numpy may change."""
+    """The rows of a window, ordered by raw bits: those are the same in every version of numpy."""
     bits = np.random.PCG64([seed, epoch, first]).random_raw(min(WINDOW, rows - first))
     return first + np.argsort(bits, kind="stable")
 
@@ -590,10 +609,11 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     step sees a few rows, then wants a rate that is `scale` times as high: measured.
     """
     muon, embedding, decayed, plain = [], [], [], []
-    both, tied = config.optimizer == "muon", model.config.tie_word_embeddings
+    use_muon, tied = config.optimizer == "muon", model.config.tie_word_embeddings
     for name, weight in model.named_parameters():
-        (plain if weight.dim() < 2 else muon if both and ".layers." in name else
-         embedding if both and not tied and "embed" in name else decayed).append(weight)
+        kind = (plain if weight.dim() < 2 else muon if use_muon and ".layers." in name else
+                embedding if use_muon and "embed" in name and not tied else decayed)
+        kind.append(weight)
     rate, decay = config.learning_rate, config.weight_decay
     groups = (dict(params=embedding, scale=16), dict(params=decayed),
               dict(params=plain, weight_decay=0.0))
@@ -603,8 +623,9 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
         muon, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
 
 # ---- 5 Checkpoints -------------------------------------------------------------------------------
-# A checkpoint is the weights, the optimisers' state and the step: the order of the data and the
-# learning rates follow from the step. It has plain types only, so torch.load need not trust it.
+# A checkpoint has the weights, the state of the optimisers and of float16's scaler, the step and
+# the tokens so far; the order of the data and the learning rates follow from the step. Settings,
+# library versions and a fingerprint of data and tokenizer say whether a run may go on from it.
 
 FIXED = [field.name for field in fields(LlamaConfig)] + [  # what would make it another run
     "val_every", "packing", "seq_len", "batch_size", "optimizer", "seed"]
@@ -626,10 +647,11 @@ def read_checkpoint(path: str | Path) -> dict:
 def load_checkpoint(out_dir: str) -> dict | None:
     """The newest whole checkpoint; None if there is none, UserError if all are damaged."""
     paths = [Path(out_dir, name) for name in ("checkpoint.pt", "checkpoint.previous.pt")]
-    for path in (paths := [path for path in paths if path.exists()]):
+    paths = [path for path in paths if path.exists()]
+    for path in paths:
         try:
             checkpoint = read_checkpoint(path)
-            if path != paths[0]:  # else the next save would let the bad one displace the good one
+            if path != paths[0] and RANK == 0:  # else the next save would keep the bad one instead
                 os.replace(paths[0], f"{paths[0]}.damaged")
             return checkpoint
         except Exception as error:  # damage shows in every way
@@ -664,10 +686,11 @@ def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
     changed = {name: f"--{name} {saved.get(name)} -> {value}" for name, value in settings.items()
                if saved.get(name) != value}
     refused = [text for name, text in changed.items() if name in FIXED]
-    same = (now["train"]["tokens"] == was["train"]["tokens"] or not was["ended"]) and all(
-        new["tokens"] >= (tokens := old["tokens"]) and old["crc32"] == (
-            new["crc32"] if tokens == new["tokens"] else checksum(new["path"], tokens))
-        for new, old in ((now[split], was[split]) for split in ("train", "val")))
+    same = now["train"]["tokens"] == was["train"]["tokens"] or not was["ended"]
+    for new, old in ((now[split], was[split]) for split in ("train", "val")):
+        grown = new["tokens"] > old["tokens"]  # at its end, if it is the same text
+        crc32 = checksum(new["path"], old["tokens"]) if grown else new["crc32"]
+        same = same and new["tokens"] >= old["tokens"] and crc32 == old["crc32"]
     if was["tokenizer"] != now["tokenizer"]:
         refused.append(changed.get("tokenizer_path", f"another {settings['tokenizer_path']}"))
     elif not same:
@@ -681,15 +704,17 @@ def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
 # The loss on documents that are never trained on, in nats per token and, so that other tokenizers
 # compare, in bits per byte of text. And a look at what the model writes.
 
-@torch.no_grad()
 def evaluate(model: nn.Module, dataset: PretrainingDataset, batch_size: int) -> float:
-    """The mean loss over a whole dataset, in nats per label; the processes share the work."""
+    """The mean loss over a whole dataset, in nats per label; the processes share the work.
+
+    Without torch.no_grad: under it, torch.compile would have to compile everything once more.
+    """
     device, last = next(model.parameters()).device, len(dataset) - 1
     nats = torch.zeros((), device=device)
     for start in range(RANK * batch_size, len(dataset), WORLD * batch_size):
         input_ids, labels = dataset.batch(np.arange(start, start + batch_size).clip(max=last))
         labels[last + 1 - start :] = -100  # the last batch has the shape of the others, too
-        nats += model(input_ids.to(device), labels.to(device))
+        nats += model(input_ids.to(device), labels.to(device)).detach()
     if WORLD > 1:
         dist.all_reduce(nats)
     return nats.item() / dataset.count_labels(np.arange(len(dataset)))
@@ -744,7 +769,7 @@ def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, config: Train
         "config.json": asdict(model.config) | ids | dict(
             architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
             head_dim=model.config.hidden_size // model.config.num_attention_heads,
-            max_position_embeddings=config.seq_len, torch_dtype="float32"),  # as it was trained
+            torch_dtype="float32", max_position_embeddings=config.seq_len),  # as it was trained
         "generation_config.json": ids | dict(do_sample=True, temperature=0.8, top_k=50,
                                              max_new_tokens=64),
         "tokenizer_config.json": dict(  # without it, transformers 4 guesses another tokenizer
@@ -788,8 +813,11 @@ def choose_device(name: str, dtype: str) -> tuple[torch.device, str]:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
         bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-    elif device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):
-        units = torch.cpu.get_capabilities()
+    elif device.type == "cpu":
+        if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+            for option in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: keep freed memory, as
+                ctypes.CDLL(None).mallopt(option, 2**31 - 1)  # fresh pages cost a tenth of a step
+        units = getattr(torch.cpu, "get_capabilities", dict)()
         bf16 = any(units.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
     if dtype == "auto":
         dtype = "bfloat16" if bf16 else "float16" if device.type == "cuda" else "float32"
@@ -802,8 +830,9 @@ def measure_peak(device: torch.device, dtype: str) -> float:
     a = a.to(device, getattr(torch, dtype))
     for _ in range(5):
         start = time.perf_counter()
-        products = [a @ a for _ in range(8)]
-        products[-1][0, 0].item()  # waits until the device is done
+        for _ in range(8):
+            product = a @ a
+        product[0, 0].item()  # waits until the device is done
         times.append(time.perf_counter() - start)
     return 8 * 2 * size**3 / min(times)
 
@@ -836,12 +865,16 @@ def check_causality(model: LlamaForPretraining, device: torch.device) -> None:
     one = torch.arange(length, device=device)[None] % model.config.vocab_size
     two = torch.cat((one[:, :-1], one[:, :1]), dim=1)
     a, b = (model.lm_head(model.model(ids))[0, :-1].float() for ids in (one, two))
-    need(torch.allclose(a, b, rtol=1e-3, atol=1e-3), f"--device {device}: attention sees the "
-         f"future, a fault of torch {torch.__version__}: use --dtype float32 or --device cpu")
+    need(torch.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True), f"--device {device}: "
+         f"attention sees the future, a fault of torch {torch.__version__}: use --dtype float32 "
+         "or --device cpu")
 
 def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer,
              checkpoint: dict | None) -> tuple:
-    """The datasets to train on and to validate on, the rows of an epoch, steps, fingerprint."""
+    """The datasets to train on and to validate on, the rows of an epoch, steps, fingerprint.
+
+    The fingerprint says what the token files and the tokenizer were, to know them again.
+    """
     sequences = -(-config.train_tokens // (config.batch_size * config.seq_len)) * config.batch_size
     windows = -(-sequences // WINDOW)  # whole ones: a part would be shuffled anew when it grows
     if not config.packing:  # rows are not full, and [BOT] is never a label
@@ -857,7 +890,7 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
         PretrainingDataset(part["path"], part["tokens"], config.seq_len, config.packing)
         if part["tokens"] else None for part in (fingerprint["train"], fingerprint["val"]))
     rows = len(dataset) if facts["ended"] else len(dataset) // WINDOW * WINDOW
-    some = np.arange(min(rows, WINDOW))  # enough to know how full rows are, and never changed
+    some = np.arange(min(rows, WINDOW))  # enough to know how full rows are; the same when it grows
     labels_per_step = config.batch_size * dataset.count_labels(some) / len(some)
     steps = math.ceil(config.train_tokens / labels_per_step)
     if facts["ended"]:
@@ -882,11 +915,15 @@ def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.de
         if checkpoint["scaler"]:  # it is empty but for float16
             scaler.load_state_dict(checkpoint["scaler"])
     elif config.init_from:
+        weights = load_weights(config.init_from)
         try:
-            model.load_state_dict(load_weights(config.init_from))
+            model.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"--init_from {config.init_from} has another shape: "
                             + str(error).splitlines()[1].strip()) from None
+        need(not model_config.tie_word_embeddings or torch.equal(
+            weights["lm_head.weight"], weights["model.embed_tokens.weight"]),
+            f"--init_from {config.init_from} has a head of its own: use --no-tie_word_embeddings")
     return model, optimizers, scaler
 
 def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
@@ -904,7 +941,7 @@ def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
     def log(row: dict) -> None:
         with open(path, "a") as file:
             file.write(",".join(str(row.get(name, "")) for name in METRICS) + "\n")
-        for name in row.keys() - METRICS[:3] if board else ():
+        for name in row.keys() - {"step", "tokens", "seconds"} if board else ():
             (board.add_text if name == "sample" else board.add_scalar)(name, row[name], row["step"])
     return dict(zip(METRICS, rows[-1])) if rows else {}, log
 
@@ -915,8 +952,9 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
     A mean of the micro-batches' means would give the labels of short rows more weight. Each
     process takes its share of the rows; DistributedDataParallel averages, hence the x WORLD.
     """
-    device, labels_of_step = next(model.parameters()).device, dataset.count_labels(rows)
-    nats, mine = torch.zeros((), device=device), np.split(rows, WORLD)[RANK]
+    device = next(model.parameters()).device
+    nats, labels_of_step = torch.zeros((), device=device), dataset.count_labels(rows)
+    mine = np.split(rows, WORLD)[RANK]
     for i in range(0, len(mine), at_once):
         batch = dataset.batch(mine[i : i + at_once])
         if device.type == "cuda":  # copies from pinned memory need no waiting for
@@ -936,6 +974,22 @@ def join_processes(model: nn.Module, config: TrainConfig, start: list) -> nn.Mod
     need(starts.count(starts[0]) == WORLD, f"--out_dir {config.out_dir} and --cache_dir "
          f"{config.cache_dir} must be folders that all machines share")
     return nn.parallel.DistributedDataParallel(model)
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """A list that gets the number of a SIGINT (Ctrl-C) or SIGTERM; a second one kills at once."""
+    def note(number: int, _: object) -> None:
+        caught.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+    caught, before = [], {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, note)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
              first: int, steps: int, peak: float) -> None:
@@ -977,11 +1031,11 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     dataset, validation, rows, steps, fingerprint = plan_run(
         model_config, config, tokenizer, checkpoint)
     card = Path(config.out_dir, "model", "README.md")  # it says how much its model has read
-    if first >= steps and card.exists() and f"Tokens seen: {tokens:,}." in card.read_text():
+    if first >= steps and card.exists() and f"Tokens seen: {tokens:,}." in card.read_text("utf-8"):
         say(f"--out_dir {config.out_dir}: this run of {steps:,} steps is finished")
         return {}
     model, optimizers, scaler = start_model(model_config, config, device, checkpoint)
-    del checkpoint  # as large as the three
+    del checkpoint  # it takes as much memory as model and optimisers
     autocast = functools.partial(torch.autocast, device.type, getattr(torch, config.dtype),
                                  enabled=config.dtype != "float32")
     peak, at_once = measure_peak(device, config.dtype) * WORLD, config.micro_batch_size
@@ -991,18 +1045,14 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
         if config.compile or config.compile is None and device.type != "mps" and os.name == "posix":
             batch = dataset.batch(np.zeros(at_once, int))
             compile_model(model, [tensor.to(device) for tensor in batch])
-    parallel, bad, caught, start = model, 0, [], time.monotonic()
-    if WORLD > 1:
-        parallel = join_processes(model, config, [first, fingerprint["train"]["crc32"]])
+    parallel = model if WORLD == 1 else join_processes(
+        model, config, [first, fingerprint["train"]["crc32"]])
     row, log = open_log(config.out_dir, first) if RANK == 0 else ({}, lambda row: None)
-    nats, labels, seconds = torch.zeros((), device=device), 0, float(row.get("seconds", 0))
-    with contextlib.ExitStack() as stack:
-        both = signal.SIGINT, signal.SIGTERM
-        for number in both:  # Ctrl-C ends the run when its step is saved; a second one, at once
-            stack.callback(signal.signal, number, signal.signal(number, lambda number, _: (
-                caught.append(number), [signal.signal(each, signal.SIG_DFL) for each in both])))
-        bar = stack.enter_context(tqdm(total=steps, initial=first, disable=True if RANK else None,
-                                       bar_format="{n_fmt}/{total_fmt} [<{remaining}{postfix}]"))
+    bad, seconds = 0, float(row.get("seconds", 0))
+    nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
+    with catch_signals() as caught, tqdm(
+            total=steps, initial=first, disable=True if RANK else None,
+            bar_format="{n_fmt}/{total_fmt} [<{remaining}{postfix}]") as bar:
         for step in range(first, steps):
             chosen = rows_of_step(step, config.batch_size, rows, config.seed)
             part = add_gradients(parallel, dataset, chosen, at_once, autocast, scaler)
@@ -1011,8 +1061,9 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                 scaler.unscale_(optimizer)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group.get("scale", 1)
+            # Nothing before this .item() makes the step wait for the device.
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
-            if math.isfinite(norm):  # .item() was the one time that the step waits for the device
+            if math.isfinite(norm):
                 for optimizer in optimizers:
                     optimizer.step()
                 bad, nats, labels = 0, nats + part, labels + dataset.count_labels(chosen)
@@ -1025,7 +1076,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             model.zero_grad(set_to_none=True)
             tokens, done = tokens + dataset.count_labels(chosen), step + 1
             bar.update()
-            stopping = caught  # the same list: it gets late signals, too
+            stopping = caught  # no copy: a signal during the evaluation below still counts
             if WORLD > 1:  # all stop together
                 signals = torch.tensor(caught[:1] or [0], device=device)
                 dist.all_reduce(signals, dist.ReduceOp.MAX)
@@ -1045,7 +1096,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                         row |= validate(model, validation, tokenizer, config,
                                         fingerprint["val"]["bytes"], done)
                 log(row)
-                row.pop("sample", None)
+                row.pop("sample", None)  # the model's card shows the row
                 nats, labels, start = torch.zeros((), device=device), 0, time.monotonic()
             saving = done == steps or stopping or not bad and done % config.save_every == 0
             if saving and RANK == 0:
@@ -1086,20 +1137,25 @@ def main(argv: list[str] | None = None) -> None:
     s.vocab_size = tokenizer.get_vocab_size()
     model_config, config = (kind(**{field.name: getattr(s, field.name) for field in fields(kind)})
                             for kind in (LlamaConfig, TrainConfig))
-    if config.prompt is not None:
-        return continue_prompt(config, tokenizer)
     lock, owner = FileLock(Path(config.out_dir, "lock")), Path(config.out_dir, "lock.owner")
     try:
+        if config.prompt is not None:
+            return continue_prompt(config, tokenizer)
         if RANK == 0:
             lock.acquire(timeout=0)
             owner.write_text(str(os.getpid()))
         row = train(model_config, config, tokenizer)
+        if RANK == 0 and config.dataset == STDLIB and "bits_per_byte" in row:
+            from train_tokenizer import report_demo
+            report_demo(config, float(row["bits_per_byte"]))
+            config.prompt = "class Stack:\n    def __init__(self"
+            continue_prompt(config, tokenizer)
     except Timeout:
         raise UserError(f"process {owner.read_text()} uses --out_dir {config.out_dir}") from None
     except OSError as error:  # Timeout is one, too
         raise UserError(f"cannot use --out_dir {config.out_dir} or --cache_dir {config.cache_dir} "
                         f"({error}): when that is mended, the same command goes on") from error
-    except KeyboardInterrupt:  # before the first step
+    except KeyboardInterrupt:  # before the first step or after the last one
         raise SystemExit(130) from None
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -1108,11 +1164,6 @@ def main(argv: list[str] | None = None) -> None:
         raise
     finally:
         lock.release()
-    if s.demo and row:
-        from train_tokenizer import report_demo
-        report_demo(config, float(row["bits_per_byte"]))
-        config.prompt = "class Stack:\n    def __init__(self"
-        continue_prompt(config, tokenizer)
 
 if __name__ == "__main__":
     main()

@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     sentence = tokenizer.encode("The quick brown fox counts to 1,000.", add_special_tokens=False)
     share = sum(len(text.encode()) for text in examples) / tokens
     say(f"{path}: {learnt:,} tokens{few * (learnt < config.vocab_size)}, learnt from {size:,} "
-        f"bytes; {share:.2f} bytes a token; rows skipped: {dict(skipped) or 'none'}\n"
+        f"bytes; {share:.2f} bytes a token; rows skipped or mended: {dict(skipped) or 'none'}\n"
         f"{sentence.tokens}\nAll of {len(examples)} texts come back exactly from their tokens.")
 
 if __name__ == "__main__":

@@ -272,6 +272,15 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     assert result_of(out) == result_of(finished)
 
 
+def test_only_the_first_process_moves_a_damaged_checkpoint_away(out, monkeypatch):
+    """All processes read at the same time: a second renaming would fail, and the start with it."""
+    (out / "checkpoint.pt").write_bytes(b"damaged")
+    monkeypatch.setattr(train_llama, "RANK", 1)
+    assert load_checkpoint(str(out))["step"] == 4 and (out / "checkpoint.pt").exists()
+    monkeypatch.setattr(train_llama, "RANK", 0)
+    assert load_checkpoint(str(out))["step"] == 4 and not (out / "checkpoint.pt").exists()
+
+
 def test_no_flipped_bit_gets_into_a_run(out, capsys):
     path, chance = out / "checkpoint.pt", random.Random(3)
     data = path.read_bytes()
@@ -749,6 +758,24 @@ def test_a_demo_that_died_before_its_export_exports_when_started_again(
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("rank, row, compared", [
+    (0, dict(bits_per_byte=1.5), 1), (1, dict(bits_per_byte=1.5), 0), (0, dict(loss=2.0), 0),
+    (0, {}, 0)], ids=["first process", "second process", "--val_every 0", "finished before"])
+def test_the_demo_ends_with_its_comparison_once_and_where_there_is_one(
+        run_flags, monkeypatch, rank, row, compared):
+    import train_tokenizer
+
+    calls = []
+    monkeypatch.setattr(train_llama, "train", lambda *args: row)
+    monkeypatch.setattr(train_llama, "continue_prompt", lambda *args: calls.append("sample"))
+    monkeypatch.setattr(train_tokenizer, "report_demo", lambda *args: calls.append(args[1]))
+    monkeypatch.setattr(train_llama, "RANK", rank)
+    train_llama.main(["--demo", *run_flags(dataset=train_llama.STDLIB)])
+    assert calls == [1.5, "sample"] * compared
+    train_llama.main(["--demo", *run_flags()])  # of other texts there may be very many
+    assert calls == [1.5, "sample"] * compared
+
+
 # ---- The log -------------------------------------------------------------------------------------
 
 def die_at(step, flags, monkeypatch):
@@ -1124,6 +1151,13 @@ def test_init_from_takes_an_exported_model_with_tied_embeddings(first_weights, r
     weights = read_checkpoint(tmp_path / "out")["model"]
     assert first_weights(init_from=tmp_path / "out" / "model", out_dir=tmp_path / "new",
                          tie_word_embeddings=True) == bits(dict(weights))
+
+
+@pytest.mark.parametrize("source", ["checkpoint.pt", "model"])
+def test_init_from_a_model_with_a_head_of_its_own_cannot_be_tied(run, finished, tmp_path, source):
+    message = run(init_from=finished / source, out_dir=tmp_path / "new", tie_word_embeddings=True)
+    assert f"--init_from {finished / source}" in message
+    assert "--no-tie_word_embeddings" in message and "\n" not in message
 
 
 def test_a_run_started_from_weights_resumes_from_its_own_checkpoint(run, finished, tmp_path):

@@ -168,6 +168,12 @@ def test_attention_that_sees_the_future_is_found_before_training(monkeypatch):
     assert "--device cpu" in stop.value.code and "\n" not in stop.value.code
 
 
+def test_weights_that_are_not_finite_are_no_fault_of_the_attention():
+    model = LlamaForPretraining(LlamaConfig(VOCABULARY, **TINY_MODEL))
+    model.model.norm.weight.data[0] = float("nan")
+    check_causality(model, torch.device("cpu"))  # the norm of the gradient will tell
+
+
 # ---- first weights, loss and cost ----------------------------------------------------------------
 
 @pytest.mark.parametrize("layers", [1, 8])

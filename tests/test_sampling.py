@@ -287,6 +287,16 @@ def test_prompt_continues_with_the_model_of_a_finished_run(finished, ask, tokeni
         finished, tokenizer, temperature=0.0, max_new_tokens=20)
 
 
+def test_ctrl_c_ends_a_sample_without_a_traceback(ask, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_llama, "generate", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        ask()
+    assert stop.value.code == 130
+
+
 def test_prompt_continues_with_the_model_of_an_unfinished_run(
         finished, unfinished, ask, tokenizer):
     steps = [load_checkpoint(str(run["out_dir"]))["step"] for run in (unfinished, finished)]

@@ -293,19 +293,21 @@ def poison(monkeypatch):
     Returns the list that gets the head's weights at the start of each step.
     """
     def make(steps, value: float = math.nan) -> list[torch.Tensor]:
-        real, calls, seen = LlamaForPretraining.forward, itertools.count(), []
+        real, add, seen = LlamaForPretraining.forward, train_llama.add_gradients, []
 
-        def forward(self, input_ids, labels=None):
-            loss = real(self, input_ids, labels)
-            if labels is not None and torch.is_grad_enabled():
-                step, part = divmod(next(calls), 2)
-                if part == 0:
-                    seen.append(self.lm_head.weight.detach().clone())
-                elif step + 1 in steps:
-                    return loss * value
-            return loss
+        def add_poisoned(model, *args):
+            seen.append(model.lm_head.weight.detach().clone())
+            calls = itertools.count(1)
 
-        monkeypatch.setattr(LlamaForPretraining, "forward", forward)
+            def forward(self, input_ids, labels=None):
+                bad = next(calls) == 2 and len(seen) in steps
+                return real(self, input_ids, labels) * (value if bad else 1)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(LlamaForPretraining, "forward", forward)
+                return add(model, *args)
+
+        monkeypatch.setattr(train_llama, "add_gradients", add_poisoned)
         return seen
     return make
 
@@ -409,7 +411,7 @@ def test_a_failing_compiler_costs_one_line_and_changes_nothing(plain, run, monke
         name: value.tolist() for name, value in plain.checkpoint["model"].items()}
 
 
-def test_a_run_has_one_graph_to_train_and_one_to_evaluate_and_no_break(plain, run, monkeypatch):
+def test_a_run_has_one_graph_to_train_and_to_evaluate_and_no_break(plain, run, monkeypatch):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -417,7 +419,7 @@ def test_a_run_has_one_graph_to_train_and_one_to_evaluate_and_no_break(plain, ru
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     traced = run(compile=True)
     assert "compile: on" in traced.text
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert list(traced.checkpoint["model"]) == list(plain.checkpoint["model"])
     for column in ("loss", "val_loss"):
         assert numbers(traced.rows, column) == numbers(plain.rows, column)
