@@ -11,8 +11,6 @@ Contents: 1 Settings, 2 Model, 3 Data, 4 Optimiser and schedule, 5 Checkpoints, 
 sampling, 7 Export, 8 Training. Shapes: B sequences in a micro-batch, T tokens in a sequence, C
 hidden size, N heads, K key-value heads, D = C / N size of a head, V vocabulary size.
 """
-from __future__ import annotations
-
 import argparse, contextlib, ctypes, functools, glob, hashlib, inspect, io, json, math, os, re
 import shlex, shutil, signal, sys, sysconfig, tempfile, time, zipfile, zlib
 from collections import Counter
@@ -92,8 +90,7 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
     train_tokens=2_400_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40)
-# check_settings evaluates these with the flags as names. (val_every 1 would leave nothing to train
-# on.)
+# What must hold (check_settings evaluates it); val_every 1 would leave no text to train on.
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
@@ -140,34 +137,25 @@ def parse_flags(argv: list[str] | None, configs: list[type], demo: dict) -> argp
                             help=f"{comment} (default: {usual[name]})")
     return parser.parse_args(argv)
 
-def load_tokenizer(path: str, remedy: str = "") -> Tokenizer:
-    """The tokenizer that train_tokenizer.py made. Raises UserError when the file is not one."""
-    try:
-        tokenizer = Tokenizer.from_file(path)
-        if [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [PAD, BOT, EOT, UNK]:
-            raise ValueError(f"it lacks {SPECIAL_TOKENS} as ids 0 to 3")
-    except Exception as error:  # the library raises nothing more exact
-        raise UserError(f"--tokenizer_path {path} is no use ({brief(error)}){remedy}") from None
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer that train_tokenizer.py made."""
+    tokenizer = Tokenizer.from_file(path)
+    if [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] != [PAD, BOT, EOT, UNK]:
+        raise ValueError(f"it lacks {SPECIAL_TOKENS} as ids 0 to 3")
     tokenizer.encode_special_tokens = True  # "[EOT]" in a text means five characters, no end
     return tokenizer
 
 def check_settings(s: argparse.Namespace) -> None:
     """Raise one UserError that lists every fault of the settings, before any work is done."""
-    faults = {name: f"--{name} {value} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0"
-              for name, value in vars(s).items() if type(value) in (int, float)
-              and not (0 < value < math.inf or value == 0 and name in MAY_BE_ZERO)}
-    for rule in RULES:
+    faults, context = {}, dict(inf=math.inf, processes=WORLD)
+    signs = [f"0 <{'=' * (name in MAY_BE_ZERO)} {name} < inf" for name, value in vars(s).items()
+             if type(value) in (int, float)]
+    for rule in (*signs, *RULES):
         given = {n: f"--{n} {v}" for n, v in vars(s).items() if re.search(rf"\b{n}\b", rule)}
-        if not faults.keys() & given and not eval(rule, {**vars(s), "processes": WORLD}):
-            given |= {"": f"{WORLD} processes"} if "processes" in rule else {}
-            faults[rule] = f"{', '.join(given.values())}: {rule} must hold"
-    demo = ["--demo"] * s.demo  # and now the command that makes the tokenizer for these settings
-    usual = vars(parse_flags(demo, [TrainConfig], DEMO))
-    remedy = shlex.join(["python", "train_tokenizer.py", *demo, *(
-        f"--{name}={value}" for name, value in vars(s).items() if value != usual.get(name)
-        and name in ("dataset", "dataset_config", "text_column", "val_every", "tokenizer_path"))])
-    tries = dict(tokenizer_path=lambda path: load_tokenizer(path, f"; make it with: {remedy}"),
-                 init_from=lambda path: path and load_weights(path),
+        if not faults.keys() & given and not eval(rule, context, vars(s)):
+            faults[" ".join(given)] = f"{', '.join(given.values())}: {rule} must hold" + (
+                f" for {WORLD} processes" * ("processes" in rule))
+    tries = dict(tokenizer_path=load_tokenizer, init_from=lambda path: path and load_weights(path),
                  device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")).cpu())
     for folder in ("cache_dir", "out_dir") if s.prompt is None else ():
         tries[folder] = lambda path: (os.makedirs(path, exist_ok=True),
@@ -175,9 +163,14 @@ def check_settings(s: argparse.Namespace) -> None:
     for flag, attempt in tries.items():
         try:
             attempt(getattr(s, flag))
-        except (UserError, RuntimeError, AssertionError, OSError) as error:
-            faults[flag] = (error.code if isinstance(error, UserError) else
-                            f"--{flag} {getattr(s, flag)}: {brief(error)}")
+        except Exception as error:  # a file, a driver or a disk fails in too many ways to list
+            faults[flag] = f"--{flag} {getattr(s, flag)} is no use: {brief(error)}"
+    if "tokenizer_path" in faults:
+        usual = vars(TrainConfig) | (DEMO if s.demo else {})
+        faults["tokenizer_path"] += "; make it with: " + shlex.join([
+            "python", "train_tokenizer.py", *["--demo"] * s.demo, *(
+                f"--{name}={getattr(s, name)}" for name in ("dataset", "dataset_config",
+                "text_column", "val_every", "tokenizer_path") if getattr(s, name) != usual[name])])
     need(not faults, "\n".join(faults.values()))
 
 # ---- 2 Model -------------------------------------------------------------------------------------
@@ -191,15 +184,14 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         size = config.hidden_size // config.num_attention_heads  # D
-        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).float() / size)
+        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2).repeat(2) / size)
         angles = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies)
-        angles = torch.cat((angles, angles), dim=-1)  # (max_position_embeddings, D)
-        self.register_buffer("cos", angles.cos(), persistent=False)  # not in state_dict()
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        table = torch.stack((angles.cos(), angles.sin()))  # (2, max_position_embeddings, D)
+        self.register_buffer("table", table, persistent=False)  # not in state_dict()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, N or K, T, D)
         first, second = x.chunk(2, dim=-1)  # feature i turns with i + D/2, as in Hugging Face's
-        cos, sin = (table[: x.size(-2)].to(x.dtype) for table in (self.cos, self.sin))
+        cos, sin = self.table[:, : x.size(-2)].to(x.dtype)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 class LlamaAttention(nn.Module):
@@ -344,20 +336,16 @@ def find_files(dataset: str) -> tuple[list[str], str]:
     path = sysconfig.get_path("stdlib") if demo else os.path.expanduser(dataset)
     names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     left_out = re.compile(r"\.|(tests?|idlelib|lib2to3|(site|dist)-packages)$" if demo else r"\.")
-    for folder, folders, found in os.walk(path, followlinks=True):  # of a folder, what is below it
-        if (real := os.path.realpath(folder)) in seen:  # links can make a circle
-            folders.clear()  # what stands in this list is walked next
-            continue
-        seen.add(real)
-        folders[:] = [name for name in sorted(folders) if not left_out.match(name)]
-        names += [os.path.join(folder, name) for name in found
-                  if name[0] != "." and (name.endswith(".py") or not demo)]
-    files = list({os.path.realpath(name): name for name in sorted(names)
+    for folder, folders, _ in os.walk(path, followlinks=True):  # of a folder, what is below it
+        new = os.path.realpath(folder) not in seen  # links can make a circle
+        seen.add(os.path.realpath(folder))
+        folders[:] = [name for name in sorted(folders) if new and not left_out.match(name)]
+        names += glob.glob(os.path.join(glob.escape(folder), "*.py" if demo else "*"))
+    files = list({os.path.realpath(name): name for name in sorted(names)  # each file once
                   if os.path.isfile(name)}.values())
     kinds = Counter("parquet" if name.endswith(".parquet") else "json" if re.search(
         r"\.(json|jsonl|ndjson)(\.gz|\.zst)?$", name) else "text" for name in files)
-    need(len(kinds) < 2, f"--dataset {dataset} mixes {dict(kinds)} files: name one kind, such as "
-                         f"'{dataset}/**/*.jsonl'")
+    need(len(kinds) < 2, f"--dataset {dataset} mixes {dict(kinds)} files: use '.../**/*.jsonl'")
     need(files or not names and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset),
          f"--dataset {dataset}: there is no such file, folder or pattern of files")
     return files, next(iter(kinds), "hub")
@@ -382,24 +370,19 @@ def read_rows(files: list[str], kind: str, text_column: str) -> Iterator[dict]:
 
 def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str | None = None):
     """An IterableDataset of rows, whose state_dict() says where to go on, and its Hub revision."""
-    import datasets, huggingface_hub, pyarrow.parquet  # a second that --help need not wait for
+    import datasets, huggingface_hub  # a second that --help need not wait for
     files, kind = find_files(dataset)
     try:
         if kind == "hub":  # the revision is kept, so that appending finds the same rows
             revision = revision or huggingface_hub.dataset_info(dataset).sha
-            load = functools.partial(datasets.load_dataset, dataset, dataset_config or None,
-                                     split="train", streaming=True, revision=revision)
-            columns = (rows := load()).column_names or list(next(iter(rows)))
-            if rows.info.builder_name == "parquet" and text_column in columns:
-                rows = load(columns=[text_column])  # the others are not even downloaded
-        elif kind == "parquet":
-            columns = pyarrow.parquet.read_schema(files[0]).names
-            rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True,
-                                         columns=[text_column], batch_size=1000)
-        else:
-            rows = datasets.IterableDataset.from_generator(
-                read_rows, gen_kwargs=dict(files=files, kind=kind, text_column=text_column))
-            columns = list(dict.fromkeys(key for row in rows.take(100) for key in row))
+        source = ("parquet", None) if kind == "parquet" else (dataset, dataset_config or None)
+        load = functools.partial(datasets.load_dataset, *source, data_files=files or None,
+                                 split="train", streaming=True, revision=revision)
+        rows = load() if kind in ("hub", "parquet") else datasets.IterableDataset.from_generator(
+            read_rows, gen_kwargs=dict(files=files, kind=kind, text_column=text_column))
+        columns = rows.column_names or sorted({key for row in rows.take(100) for key in row})
+        if rows.info.builder_name == "parquet" and text_column in columns:
+            rows = load(columns=[text_column], batch_size=1000)  # the others are not even read
     except Exception as error:  # networks, names and files fail in too many ways to list
         raise UserError(f"cannot open --dataset {dataset} --dataset_config '{dataset_config}' ("
                         f"{brief(error)}); without a network use --demo or local files") from error
@@ -458,28 +441,27 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
             check_disk(config.cache_dir, size * new, "tokens")
             append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size, most)
     gb = sum(file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
-    why = ", ".join(f"{n:,} {reason}" for reason, n in Counter(facts["skipped"]).most_common(8))
-    say(f"data: {config.dataset}, {facts['documents']:,} documents; rows skipped or mended: "
-        f"{why or 'none'}\n"
+    why = Counter(facts["skipped"]).most_common(8) or [("rows", 0)]
+    why = "skipped or mended: " + ", ".join(f"{n:,} {reason}" for reason, n in why)
+    say(f"data: {config.dataset}, {facts['documents']:,} documents; {why}\n"
         f"tokens: {'written' if missing else 'reused'}, {train['tokens']:,} to train on, "
         f"{val['tokens']:,} held out, {train['bytes'] / max(1, train['tokens']):.2f} bytes each; "
         f"{config.cache_dir} has {gb:.2f} GB")
     need(train["tokens"], f"--dataset {config.dataset} has no text to train on: --val_every "
-         f"{config.val_every} holds out {facts['documents']} documents; rows skipped: "
-         f"{why or 'none'}")
+         f"{config.val_every} holds out {facts['documents']} documents; {why}")
     return facts
 
 def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed: int, path: Path,
                   size: int, most: float) -> None:
     """Tokenise further documents, 4 MB at a time on all cores, to the end of the token files.
 
-    The facts are written after the tokens they count, so a death costs ten seconds of work.
+    The facts are written after the tokens they count: a death costs the work on those 4 MB.
     """
     rows, facts["revision"] = open_rows(config.dataset, config.dataset_config, config.text_column,
                                         facts["revision"])
     if facts["state"]:
         rows.load_state_dict(facts["state"])
-    facts["skipped"], saved = Counter(facts["skipped"]), time.monotonic()
+    facts["skipped"] = Counter(facts["skipped"])
     documents = load_documents(rows, config.text_column, facts["skipped"])
     splits = (train := facts["train"]), facts["val"]
     with (open(train["path"], "ab") as a, open(splits[1]["path"], "ab") as b,
@@ -503,12 +485,10 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed
             bar.total = min(most, train["bytes"] * needed / max(1, train["tokens"]))  # a forecast
             bar.set_postfix_str(f"{facts['documents']:,} documents")
             bar.update(train["bytes"] - bar.n)
-            if facts["ended"] or train["tokens"] >= needed or time.monotonic() > saved + 10:
-                for file in files:
-                    file.flush()
-                    os.fsync(file.fileno())
-                write_atomically(path, lambda file: file.write(json.dumps(facts).encode()))
-                saved = time.monotonic()
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+            write_atomically(path, lambda file: file.write(json.dumps(facts).encode()))
 
 class PretrainingDataset(torch.utils.data.Dataset):
     """Rows of T tokens from a token file: dict(input_ids, labels), int64 tensors of shape (T,).
@@ -627,9 +607,6 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
 # the tokens so far; the order of the data and the learning rates follow from the step. Settings,
 # library versions and a fingerprint of data and tokenizer say whether a run may go on from it.
 
-FIXED = [field.name for field in fields(LlamaConfig)] + [  # what would make it another run
-    "val_every", "packing", "seq_len", "batch_size", "optimizer", "seed"]
-
 def save_checkpoint(out_dir: str, checkpoint: dict) -> None:
     """Write checkpoint.pt; when it is proven good, the one before becomes the previous."""
     def write(file: BinaryIO) -> None:
@@ -656,22 +633,18 @@ def load_checkpoint(out_dir: str) -> dict | None:
             return checkpoint
         except Exception as error:  # damage shows in every way
             say(f"{path} is damaged ({brief(error)})")
-    need(not paths, f"--out_dir {out_dir} has no checkpoint that can be read, nothing was "
-                    "overwritten: restore one, or start anew in another folder")
+    need(not paths, f"--out_dir {out_dir} has no whole checkpoint: restore one or take another")
 
 def load_weights(path: str) -> dict[str, Tensor]:
     """The weights in a checkpoint or in an exported model folder, for --init_from."""
-    try:
-        if os.path.isfile(path):
-            return read_checkpoint(path)["model"]
-        with open(Path(path, "model.safetensors"), "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            data = torch.from_numpy(np.fromfile(file, np.float32))
-        weights = {name: data[entry["data_offsets"][0] // 4 : entry["data_offsets"][1] // 4].view(
-            entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        return {"lm_head.weight": weights["model.embed_tokens.weight"], **weights}  # if tied: once
-    except Exception as error:
-        raise UserError(f"--init_from {path} is no checkpoint or model: {brief(error)}") from error
+    if os.path.isfile(path):
+        return read_checkpoint(path)["model"]
+    with open(Path(path, "model.safetensors"), "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = torch.from_numpy(np.fromfile(file, np.float32))
+    weights = {name: data[entry["data_offsets"][0] // 4 : entry["data_offsets"][1] // 4].view(
+        entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {"lm_head.weight": weights["model.embed_tokens.weight"], **weights}  # if tied: once
 
 def checksum(path: str, tokens: int) -> int:
     """The CRC-32 of the first tokens of a file, in constant memory."""
@@ -683,9 +656,11 @@ def checksum(path: str, tokens: int) -> int:
 def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
     """Say which settings have changed; raise UserError for those that make it another run."""
     saved, was = checkpoint["config"], checkpoint["fingerprint"]
+    fixed = {field.name for field in fields(LlamaConfig)} | {
+        "val_every", "packing", "seq_len", "batch_size", "optimizer", "seed"}
     changed = {name: f"--{name} {saved.get(name)} -> {value}" for name, value in settings.items()
                if saved.get(name) != value}
-    refused = [text for name, text in changed.items() if name in FIXED]
+    refused = [text for name, text in changed.items() if name in fixed]
     same = now["train"]["tokens"] == was["train"]["tokens"] or not was["ended"]
     for new, old in ((now[split], was[split]) for split in ("train", "val")):
         grown = new["tokens"] > old["tokens"]  # at its end, if it is the same text
@@ -705,10 +680,8 @@ def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
 # compare, in bits per byte of text. And a look at what the model writes.
 
 def evaluate(model: nn.Module, dataset: PretrainingDataset, batch_size: int) -> float:
-    """The mean loss over a whole dataset, in nats per label; the processes share the work.
-
-    Without torch.no_grad: under it, torch.compile would have to compile everything once more.
-    """
+    """The mean loss over a whole dataset, in nats per label; the processes share the work."""
+    # No torch.no_grad(): under it, torch.compile would compile everything once more.
     device, last = next(model.parameters()).device, len(dataset) - 1
     nats = torch.zeros((), device=device)
     for start in range(RANK * batch_size, len(dataset), WORLD * batch_size):
@@ -768,7 +741,6 @@ def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, config: Train
     contents = {
         "config.json": asdict(model.config) | ids | dict(
             architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
-            head_dim=model.config.hidden_size // model.config.num_attention_heads,
             torch_dtype="float32", max_position_embeddings=config.seq_len),  # as it was trained
         "generation_config.json": ids | dict(do_sample=True, temperature=0.8, top_k=50,
                                              max_new_tokens=64),
@@ -781,18 +753,17 @@ def export_model(model: LlamaForPretraining, tokenizer: Tokenizer, config: Train
         "README.md": "A Llama, pretrained with train_llama.py. To load it in Python:\n`transformers"
                      ".AutoModelForCausalLM.from_pretrained(folder)`\n\nTokens seen: "
                      f"{tokens:,}. Last metrics: {metrics}.\n\nSettings: {asdict(config)}.\n"}
-    new, old, folder = (Path(config.out_dir, name) for name in ("model.new", "model.old", "model"))
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir()
+    folder, scratch = Path(config.out_dir, "model"), Path(config.out_dir, "model.new")
+    shutil.rmtree(scratch, ignore_errors=True)  # what a death has left
+    (new := scratch / "model").mkdir(parents=True)
     for name, content in contents.items():
         text = content if name == "README.md" else json.dumps(content, ensure_ascii=False, indent=1)
         write_atomically(new / name, lambda file: file.write(text.encode()))
     write_atomically(new / "model.safetensors", lambda file: write_safetensors(weights, file))
     if folder.exists():
-        os.replace(folder, old)
+        os.replace(folder, scratch / "old")
     os.replace(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 # ---- 8 Training ----------------------------------------------------------------------------------
 # The loop: choose the rows of the step, add up the gradients of its micro-batches, limit their
@@ -808,33 +779,26 @@ def choose_device(name: str, dtype: str) -> tuple[torch.device, str]:
         if name == "cpu" and (shutil.which("nvidia-smi") or os.path.exists("/dev/kfd")):
             say(f"device: there is a GPU, but this torch ({torch.__version__}) cannot use it")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
-    bf16 = False
+    best = "float32"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
-        bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        best = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
     elif device.type == "cpu":
-        if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-            for option in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: keep freed memory, as
-                ctypes.CDLL(None).mallopt(option, 2**31 - 1)  # fresh pages cost a tenth of a step
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: keep what is
+            libc.mallopt(-3, 2**31 - 1)  # freed, as fresh pages cost a tenth of a step
         units = getattr(torch.cpu, "get_capabilities", dict)()
-        bf16 = any(units.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
-    if dtype == "auto":
-        dtype = "bfloat16" if bf16 else "float16" if device.type == "cuda" else "float32"
-    return device, dtype
+        best = "bfloat16" if any(map(units.get, ("avx512_bf16", "amx_bf16", "bf16"))) else "float32"
+    return device, best if dtype == "auto" else dtype
 
 def measure_peak(device: torch.device, dtype: str) -> float:
     """The FLOP/s that this device reaches in a large matrix product: what 100 % means here."""
-    size, times = 1024 if device.type == "cpu" else 8192, []
-    a = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
-    a = a.to(device, getattr(torch, dtype))
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(8):
-            product = a @ a
-        product[0, 0].item()  # waits until the device is done
-        times.append(time.perf_counter() - start)
-    return 8 * 2 * size**3 / min(times)
+    from torch.utils.benchmark import Timer  # a tenth of a second that --help need not wait for
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size).to(device, getattr(torch, dtype))
+    timer = Timer("(a @ a)[0, 0].item()", globals=dict(a=a), num_threads=torch.get_num_threads())
+    return 2 * size**3 / min(timer.blocked_autorange().times)
 
 def memory_gb(device: torch.device) -> float:
     """The most memory used so far, by torch on a GPU, else by this process."""
@@ -850,8 +814,8 @@ def compile_model(model: nn.Module, batch: Iterable[Tensor]) -> None:
     """torch.compile the forward pass with its loss, in place; say so where that does not work."""
     start, state = time.monotonic(), "on"
     try:
-        model.compile(dynamic=False)
-        model(*batch).backward()  # a missing compiler shows only here
+        model.compile(dynamic=False)  # what is missing for it shows only in the next line
+        model(*(tensor.to(model.lm_head.weight.device) for tensor in batch)).backward()
     except Exception as error:
         model._compiled_call_impl = None  # takes compile() back
         state = f"off ({brief(error)})"
@@ -865,22 +829,17 @@ def check_causality(model: LlamaForPretraining, device: torch.device) -> None:
     one = torch.arange(length, device=device)[None] % model.config.vocab_size
     two = torch.cat((one[:, :-1], one[:, :1]), dim=1)
     a, b = (model.lm_head(model.model(ids))[0, :-1].float() for ids in (one, two))
-    need(torch.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True), f"--device {device}: "
-         f"attention sees the future, a fault of torch {torch.__version__}: use --dtype float32 "
-         "or --device cpu")
+    need(torch.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True), f"--device {device} lets "
+         f"attention see the future in torch {torch.__version__}: use --device cpu")
 
 def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer,
              checkpoint: dict | None) -> tuple:
-    """The datasets to train on and to validate on, the rows of an epoch, steps, fingerprint.
-
-    The fingerprint says what the token files and the tokenizer were, to know them again.
-    """
+    """Datasets to train and to validate on, steps, and a fingerprint of the data and tokenizer."""
     sequences = -(-config.train_tokens // (config.batch_size * config.seq_len)) * config.batch_size
     windows = -(-sequences // WINDOW)  # whole ones: a part would be shuffled anew when it grows
-    if not config.packing:  # rows are not full, and [BOT] is never a label
-        windows = math.ceil(1.5 * (windows + 1))
+    needed = windows * WINDOW * config.seq_len * (1 if config.packing else 2) + 1  # [BOT]: no label
     before = checkpoint["fingerprint"]["train"]["tokens"] if checkpoint else 0
-    facts = prepare_tokens(config, tokenizer, max(before, windows * WINDOW * config.seq_len + 1))
+    facts = prepare_tokens(config, tokenizer, max(before, needed))
     fingerprint = {name: facts[name] for name in ("train", "val", "ended")} | dict(
         tokenizer=hashlib.sha256(tokenizer.to_str().encode()).hexdigest())
     if checkpoint:  # the held-out text stays the same, so that losses can be compared
@@ -889,7 +848,7 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
     dataset, validation = (
         PretrainingDataset(part["path"], part["tokens"], config.seq_len, config.packing)
         if part["tokens"] else None for part in (fingerprint["train"], fingerprint["val"]))
-    rows = len(dataset) if facts["ended"] else len(dataset) // WINDOW * WINDOW
+    rows = dataset.rows = len(dataset) if facts["ended"] else len(dataset) // WINDOW * WINDOW
     some = np.arange(min(rows, WINDOW))  # enough to know how full rows are; the same when it grows
     labels_per_step = config.batch_size * dataset.count_labels(some) / len(some)
     steps = math.ceil(config.train_tokens / labels_per_step)
@@ -898,7 +857,7 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
     need(config.warmup_steps < steps, f"--warmup_steps {config.warmup_steps} must be below the "
          f"{steps:,} steps of --batch_size {config.batch_size} that --train_tokens and {rows:,} "
          f"sequences of --seq_len {config.seq_len} give")
-    return dataset, validation, rows, steps, fingerprint
+    return dataset, validation, steps, fingerprint
 
 def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.device,
                 checkpoint: dict | None) -> tuple:
@@ -921,9 +880,8 @@ def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.de
         except RuntimeError as error:
             raise UserError(f"--init_from {config.init_from} has another shape: "
                             + str(error).splitlines()[1].strip()) from None
-        need(not model_config.tie_word_embeddings or torch.equal(
-            weights["lm_head.weight"], weights["model.embed_tokens.weight"]),
-            f"--init_from {config.init_from} has a head of its own: use --no-tie_word_embeddings")
+        need(all(torch.equal(now.cpu(), weights[name]) for name, now in model.state_dict().items()),
+             f"--init_from {config.init_from} has a head of its own: use --no-tie_word_embeddings")
     return model, optimizers, scaler
 
 def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
@@ -977,19 +935,15 @@ def join_processes(model: nn.Module, config: TrainConfig, start: list) -> nn.Mod
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """A list that gets the number of a SIGINT (Ctrl-C) or SIGTERM; a second one kills at once."""
-    def note(number: int, _: object) -> None:
-        caught.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-    caught, before = [], {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, note)
-    try:
+    """A list that gets the number of a SIGINT (Ctrl-C) or SIGTERM; a second one ends at once."""
+    with contextlib.ExitStack() as before:
+        def note(number: int, _: object) -> None:
+            caught.append(number)
+            before.close()  # both signals do again what they did before
+        caught = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before.callback(signal.signal, number, signal.signal(number, note))
         yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.device, rows: int,
              first: int, steps: int, peak: float) -> None:
@@ -1028,8 +982,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     if checkpoint and config.dtype == "auto":
         config.dtype = checkpoint["config"]["dtype"]
     device, config.dtype = choose_device(config.device, config.dtype)
-    dataset, validation, rows, steps, fingerprint = plan_run(
-        model_config, config, tokenizer, checkpoint)
+    dataset, validation, steps, fingerprint = plan_run(model_config, config, tokenizer, checkpoint)
     card = Path(config.out_dir, "model", "README.md")  # it says how much its model has read
     if first >= steps and card.exists() and f"Tokens seen: {tokens:,}." in card.read_text("utf-8"):
         say(f"--out_dir {config.out_dir}: this run of {steps:,} steps is finished")
@@ -1039,12 +992,11 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
     autocast = functools.partial(torch.autocast, device.type, getattr(torch, config.dtype),
                                  enabled=config.dtype != "float32")
     peak, at_once = measure_peak(device, config.dtype) * WORLD, config.micro_batch_size
-    describe(model, config, device, rows, first, steps, peak)
+    describe(model, config, device, len(dataset), first, steps, peak)
     with autocast():
         check_causality(model, device)
         if config.compile or config.compile is None and device.type != "mps" and os.name == "posix":
-            batch = dataset.batch(np.zeros(at_once, int))
-            compile_model(model, [tensor.to(device) for tensor in batch])
+            compile_model(model, dataset.batch(np.zeros(at_once, int)))
     parallel = model if WORLD == 1 else join_processes(
         model, config, [first, fingerprint["train"]["crc32"]])
     row, log = open_log(config.out_dir, first) if RANK == 0 else ({}, lambda row: None)
@@ -1054,7 +1006,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             total=steps, initial=first, disable=True if RANK else None,
             bar_format="{n_fmt}/{total_fmt} [<{remaining}{postfix}]") as bar:
         for step in range(first, steps):
-            chosen = rows_of_step(step, config.batch_size, rows, config.seed)
+            chosen = rows_of_step(step, config.batch_size, len(dataset), config.seed)
             part = add_gradients(parallel, dataset, chosen, at_once, autocast, scaler)
             rate = learning_rate_at(step, steps, config)
             for optimizer in optimizers:
@@ -1137,14 +1089,14 @@ def main(argv: list[str] | None = None) -> None:
     s.vocab_size = tokenizer.get_vocab_size()
     model_config, config = (kind(**{field.name: getattr(s, field.name) for field in fields(kind)})
                             for kind in (LlamaConfig, TrainConfig))
-    lock, owner = FileLock(Path(config.out_dir, "lock")), Path(config.out_dir, "lock.owner")
+    lock = Path(config.out_dir, f"lock{RANK or ''}")  # each process has its own
+    owner = lock.with_suffix(".owner")
     try:
         if config.prompt is not None:
             return continue_prompt(config, tokenizer)
-        if RANK == 0:
-            lock.acquire(timeout=0)
+        with FileLock(lock, timeout=0):
             owner.write_text(str(os.getpid()))
-        row = train(model_config, config, tokenizer)
+            row = train(model_config, config, tokenizer)
         if RANK == 0 and config.dataset == STDLIB and "bits_per_byte" in row:
             from train_tokenizer import report_demo
             report_demo(config, float(row["bits_per_byte"]))
@@ -1157,13 +1109,10 @@ def main(argv: list[str] | None = None) -> None:
                         f"({error}): when that is mended, the same command goes on") from error
     except KeyboardInterrupt:  # before the first step or after the last one
         raise SystemExit(130) from None
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise UserError(f"out of memory: lower --micro_batch_size (now {s.micro_batch_size}); "
-                            "the result does not change") from None
+    except RuntimeError as error:  # CUDA's has a class of its own, those of mps and the host not
+        need(not re.search("out of memory|can't allocate memory", str(error)), "out of memory: "
+             f"lower --micro_batch_size (now {s.micro_batch_size}); the result does not change")
         raise
-    finally:
-        lock.release()
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,6 @@
 It starts from the 256 bytes, so that any text can be written and none is lost, and then joins,
 again and again, the most frequent pair of neighbours into a new token.
 """
-from __future__ import annotations
-
 import gzip, itertools, lzma
 from collections import Counter
 from dataclasses import dataclass
