@@ -27,7 +27,8 @@ RATES = dict(adamw=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3), muon=(4e-3, 8e-3, 12e-3, 16e
 OTHERS = [dict(weight_decay=0.0), dict(weight_decay=0.3), dict(warmup_steps=10),
           dict(warmup_steps=80), dict(schedule="wsd"), dict(batch_size=8), dict(batch_size=32)]
 APART = [dict(adamw_share=share) for share in (0.25, 0.5, 2.0)] + [  # of Muon's rate, for the rest
-    dict(embedding_scale=scale) for scale in (1, 4, 64)]  # and for the embedding alone
+    dict(embedding_scale=scale) for scale in (1, 4, 64)] + [  # and for the embedding alone
+    dict(momentum=momentum) for momentum in (0.85, 0.9, 0.98)]
 
 
 def run(arguments: argparse.Namespace, changes: dict) -> dict:
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace, changes: dict) -> dict:
     settings = vars(ours.parse_flags(["--demo"], [ours.LlamaConfig, ours.TrainConfig], ours.DEMO))
     folder = Path(arguments.folder, Path(arguments.dataset).stem)
     settings |= dict(
-        dataset=arguments.dataset, hidden_size=arguments.hidden_size,
+        dataset=arguments.dataset, hidden_size=arguments.hidden_size, num_hidden_layers=4,
         intermediate_size=3 * arguments.hidden_size, cache_dir=str(folder),
         num_attention_heads=arguments.hidden_size // 64, tokenizer_path=f"{folder}.json")
     share = changes.get("adamw_share", 1.0)
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace, changes: dict) -> dict:
     device, dtype = ours.choose_device("auto", "auto")
     model = ours.LlamaForPretraining(shape).to(device)
     optimizers = ours.make_optimizers(model, config)
+    for group in optimizers[-1].param_groups:
+        group |= {"momentum": changes["momentum"]} if "momentum" in changes else {}
     autocast = functools.partial(torch.autocast, device.type, getattr(torch, dtype),
                                  enabled=dtype != "float32")
     scaler = torch.amp.GradScaler(device.type, enabled=False)
@@ -90,7 +93,7 @@ def main() -> None:
     parser.add_argument("--dataset", default=ours.STDLIB)
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=819_200)
-    parser.add_argument("--quick", action="store_true", help="three rates alone")
+    parser.add_argument("--quick", action="store_true", help="three rates, and two momenta of Muon")
     parser.add_argument("--folder", default="sweep")
     arguments = parser.parse_args()
     known = [json.loads(line) for line in arguments.results.read_text().splitlines()
@@ -112,7 +115,7 @@ def main() -> None:
         rates = rates[1:4] if arguments.quick else rates
         tries = [dict(optimizer=optimizer, learning_rate=rate) for rate in rates]
         bests[optimizer] = min(tries, key=loss_of)
-    for change in () if arguments.quick else APART + OTHERS:
+    for change in APART[-3:-1] if arguments.quick else APART + OTHERS:
         for optimizer in ("muon",) if change in APART else RATES:
             loss_of(bests[optimizer] | change)
     print("| settings | held-out nats a token | bits per byte |\n|---|---|---|")

@@ -3,6 +3,7 @@ import contextlib
 import csv
 import functools
 import hashlib
+import importlib
 import inspect
 import io
 import itertools
@@ -811,8 +812,7 @@ def test_a_log_with_a_torn_end_does_not_stop_the_next_start(
 def test_tensorboard_drops_what_lies_beyond_the_checkpoint(run, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils import tensorboard
-
+    tensorboard = importlib.import_module("torch.utils.tensorboard")  # the one that a run imports
     writers = []
 
     class Writer(tensorboard.SummaryWriter):
