@@ -89,7 +89,7 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     dataset=STDLIB, tokenizer_path="demo_bpe.json", val_every=20, out_dir="demo_out", seq_len=256,
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
-    train_tokens=2_400_000, optimizer="muon", learning_rate=8e-3, warmup_steps=40)
+    train_tokens=2_900_000, optimizer="muon", learning_rate=12e-3, warmup_steps=40)
 # What must hold (check_settings evaluates it); val_every 1 would leave no text to train on.
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
@@ -585,8 +585,8 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     """AdamW for all weights (arXiv:1711.05101), or Muon for the layers' matrices beside it.
 
     Muon sets the singular values of the momentum to about 1, scaled here to the size of AdamW's
-    updates, so that one learning rate serves both (arXiv:2502.16982). The embedding, of which a
-    step sees a few rows, then wants a rate that is `scale` times as high: measured.
+    updates, so that one learning rate serves both (arXiv:2502.16982). Measured: the embedding, of
+    which a step sees few rows, wants `scale` times that rate, and a momentum below the usual 0.95.
     """
     muon, embedding, decayed, plain = [], [], [], []
     use_muon, tied = config.optimizer == "muon", model.config.tie_word_embeddings
@@ -595,12 +595,12 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
                 embedding if use_muon and "embed" in name and not tied else decayed)
         kind.append(weight)
     rate, decay = config.learning_rate, config.weight_decay
-    groups = (dict(params=embedding, scale=16), dict(params=decayed),
+    groups = (dict(params=embedding, scale=12), dict(params=decayed),
               dict(params=plain, weight_decay=0.0))
     adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=rate,
                               betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, fused=True)
     return [adamw] if not muon else [adamw, torch.optim.Muon(
-        muon, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
+        muon, lr=rate, momentum=0.9, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
 
 # ---- 5 Checkpoints -------------------------------------------------------------------------------
 # A checkpoint has the weights, the state of the optimisers and of float16's scaler, the step and

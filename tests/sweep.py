@@ -4,7 +4,7 @@
     python tests/sweep.py --results english.jsonl --dataset words.txt --hidden_size 256 --quick
 
 Each optimiser has its learning rate swept first; then, at its best rate, the other settings change
-one at a time (--quick leaves these out). A finished run is a line of the results and is not done
+one at a time (--quick: two momenta alone). A finished run is a line of the results and is not done
 again. Losses do not depend on how busy the machine is; the seconds do, so none are reported.
 """
 from __future__ import annotations

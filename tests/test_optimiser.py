@@ -122,7 +122,7 @@ def test_every_weight_has_one_optimiser_and_muon_has_the_matrices_of_the_layers(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_beside_muon_the_embedding_has_16_times_the_rate_unless_it_is_the_head(kind, tied):
+def test_beside_muon_the_embedding_has_12_times_the_rate_unless_it_is_the_head(kind, tied):
     model = tiny_model(tie_word_embeddings=tied)
     names = {id(weight): name for name, weight in model.named_parameters()}
     scales = {names[id(weight)]: group.get("scale", 1)
@@ -130,7 +130,7 @@ def test_beside_muon_the_embedding_has_16_times_the_rate_unless_it_is_the_head(k
               for group in optimizer.param_groups for weight in group["params"]}
     assert {name for name, scale in scales.items() if scale != 1} == (
         {"model.embed_tokens.weight"} if kind == "muon" and not tied else set())
-    assert scales["model.embed_tokens.weight"] == (16 if kind == "muon" and not tied else 1)
+    assert scales["model.embed_tokens.weight"] == (12 if kind == "muon" and not tied else 1)
 
 
 def test_muon_updates_are_orthogonal_with_an_rms_of_a_fifth_of_the_rate():
