@@ -12,7 +12,7 @@ sampling, 7 Export, 8 Training. Shapes: B sequences in a micro-batch, T tokens i
 hidden size, N heads, K key-value heads, D = C / N size of a head, V vocabulary size.
 """
 import argparse, contextlib, ctypes, functools, glob, hashlib, inspect, io, json, math, os, re
-import shlex, shutil, signal, sys, sysconfig, tempfile, time, zipfile, zlib
+import shlex, shutil, signal, sys, sysconfig, tempfile, time, timeit, zipfile, zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -376,8 +376,8 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
         if kind == "hub":  # the revision is kept, so that appending finds the same rows
             revision = revision or huggingface_hub.dataset_info(dataset).sha
         source = ("parquet", None) if kind == "parquet" else (dataset, dataset_config or None)
-        load = functools.partial(datasets.load_dataset, *source, data_files=files or None,
-                                 split="train", streaming=True, revision=revision)
+        load = functools.partial(datasets.load_dataset, *source, split="train", streaming=True,
+                                 data_files=[*map(glob.escape, files)] or None, revision=revision)
         rows = load() if kind in ("hub", "parquet") else datasets.IterableDataset.from_generator(
             read_rows, gen_kwargs=dict(files=files, kind=kind, text_column=text_column))
         columns = rows.column_names or sorted({key for row in rows.take(100) for key in row})
@@ -786,19 +786,18 @@ def choose_device(name: str, dtype: str) -> tuple[torch.device, str]:
         best = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
     elif device.type == "cpu":
         if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: keep what is
-            libc.mallopt(-3, 2**31 - 1)  # freed, as fresh pages cost a tenth of a step
+            libc.mallopt(-1, -1)  # no M_TRIM_THRESHOLD, 0 for M_MMAP_MAX: what is freed is kept,
+            libc.mallopt(-4, 0)  # as fresh pages cost a tenth of a step
         units = getattr(torch.cpu, "get_capabilities", dict)()
         best = "bfloat16" if any(map(units.get, ("avx512_bf16", "amx_bf16", "bf16"))) else "float32"
     return device, best if dtype == "auto" else dtype
 
 def measure_peak(device: torch.device, dtype: str) -> float:
     """The FLOP/s that this device reaches in a large matrix product: what 100 % means here."""
-    from torch.utils.benchmark import Timer  # a tenth of a second that --help need not wait for
     size = 1024 if device.type == "cpu" else 8192
-    a = torch.randn(size, size).to(device, getattr(torch, dtype))
-    timer = Timer("(a @ a)[0, 0].item()", globals=dict(a=a), num_threads=torch.get_num_threads())
-    return 2 * size**3 / min(timer.blocked_autorange().times)
+    a = torch.randn(size, size, dtype=getattr(torch, dtype), device=device)
+    work = "for _ in range(8): b = a @ a\nb[0, 0].item()"  # which waits until the device is done
+    return 8 * 2 * size**3 / min(timeit.repeat(work, globals=dict(a=a), number=1))
 
 def memory_gb(device: torch.device) -> float:
     """The most memory used so far, by torch on a GPU, else by this process."""
@@ -871,8 +870,7 @@ def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.de
         for optimizer, state in zip(optimizers, checkpoint["optimizer"]):
             now = optimizer.state_dict()["param_groups"]  # the settings of now, not of then
             optimizer.load_state_dict(state | dict(param_groups=now))
-        if checkpoint["scaler"]:  # it is empty but for float16
-            scaler.load_state_dict(checkpoint["scaler"])
+        scaler.load_state_dict(checkpoint["scaler"] or scaler.state_dict())  # none but for float16
     elif config.init_from:
         weights = load_weights(config.init_from)
         try:
@@ -939,9 +937,10 @@ def catch_signals() -> Iterator[list[int]]:
     with contextlib.ExitStack() as before:
         def note(number: int, _: object) -> None:
             caught.append(number)
-            before.close()  # both signals do again what they did before
-        caught = []
-        for number in (signal.SIGINT, signal.SIGTERM):
+            for each in both:
+                signal.signal(each, signal.SIG_DFL)  # no exception, which could get lost
+        caught, both = [], (signal.SIGINT, signal.SIGTERM)
+        for number in both:
             before.callback(signal.signal, number, signal.signal(number, note))
         yield caught
 
@@ -1022,8 +1021,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             elif scaler.get_scale() <= 1:  # else float16's scale was too large, and is halved now
                 bad += 1
                 say(f"step {step + 1}: not applied, the gradient's norm is {norm}")
-                need(bad < 10, "ten steps in a row had no finite gradient: go on from the last "
-                               "checkpoint with a lower --learning_rate")
+                need(bad < 10, "ten steps without a finite gradient: lower --learning_rate, go on")
             scaler.update()
             model.zero_grad(set_to_none=True)
             tokens, done = tokens + dataset.count_labels(chosen), step + 1
@@ -1097,21 +1095,23 @@ def main(argv: list[str] | None = None) -> None:
         with FileLock(lock, timeout=0):
             owner.write_text(str(os.getpid()))
             row = train(model_config, config, tokenizer)
-        if RANK == 0 and config.dataset == STDLIB and "bits_per_byte" in row:
+        if RANK == 0 and config.dataset == STDLIB and row.get("bits_per_byte"):
             from train_tokenizer import report_demo
             report_demo(config, float(row["bits_per_byte"]))
             config.prompt = "class Stack:\n    def __init__(self"
             continue_prompt(config, tokenizer)
     except Timeout:
-        raise UserError(f"process {owner.read_text()} uses --out_dir {config.out_dir}") from None
+        who = owner.read_text() if owner.exists() else "another"
+        raise UserError(f"process {who} uses --out_dir {config.out_dir}") from None
     except OSError as error:  # Timeout is one, too
         raise UserError(f"cannot use --out_dir {config.out_dir} or --cache_dir {config.cache_dir} "
                         f"({error}): when that is mended, the same command goes on") from error
     except KeyboardInterrupt:  # before the first step or after the last one
         raise SystemExit(130) from None
     except RuntimeError as error:  # CUDA's has a class of its own, those of mps and the host not
-        need(not re.search("out of memory|can't allocate memory", str(error)), "out of memory: "
-             f"lower --micro_batch_size (now {s.micro_batch_size}); the result does not change")
+        advice = f"lower --micro_batch_size (now {s.micro_batch_size}); the result does not change"
+        need(not re.search("out of memory|can't allocate memory", str(error)),
+             f"out of memory: {advice if s.prompt is None else 'use --device cpu'}")
         raise
 
 if __name__ == "__main__":

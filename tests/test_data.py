@@ -346,6 +346,11 @@ def test_many_row_groups_and_any_compression_of_parquet_are_read_in_order(compre
     assert read(path) == (texts, Counter())
 
 
+def test_a_parquet_file_may_have_the_signs_of_a_pattern_in_its_name(tmp_path):
+    write_parquet(tmp_path / "r1.parquet", dict(text=["another"]))
+    assert read(write_parquet(tmp_path / "r[12]*?.parquet", dict(text=["this"])))[0] == ["this"]
+
+
 def test_a_parquet_column_of_another_name_must_be_named(tmp_path):
     path = write_parquet(tmp_path / "rows.parquet", dict(content=["a"], id=[1]))
     with pytest.raises(UserError, match="--text_column text .*content, id"):

@@ -382,6 +382,10 @@ def test_too_little_memory_is_answered_with_the_flag_to_lower(fault, flags_of, m
     assert "\n" not in stop.value.code
     assert "--micro_batch_size (now 4)" in stop.value.code
     assert "the result does not change" in stop.value.code
+    monkeypatch.setattr(train_llama, "continue_prompt", fault)
+    with pytest.raises(SystemExit) as stop:
+        main([*flags_of(micro_batch_size=4)[0], "--prompt", "alpha"])
+    assert "out of memory: use --device cpu" == stop.value.code
 
 
 def test_another_runtime_error_keeps_its_traceback(flags_of, monkeypatch):
