@@ -89,7 +89,7 @@ DEMO = dict(  # --demo is this set of other defaults; any flag still overrides i
     dataset=STDLIB, tokenizer_path="demo_bpe.json", val_every=20, out_dir="demo_out", seq_len=256,
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1, max_position_embeddings=256, batch_size=16, micro_batch_size=16,
-    train_tokens=2_900_000, optimizer="muon", learning_rate=12e-3, warmup_steps=40)
+    train_tokens=2_800_000, optimizer="muon", learning_rate=12e-3, warmup_steps=20)
 # What must hold (check_settings evaluates it); val_every 1 would leave no text to train on.
 RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_position_embeddings",
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
