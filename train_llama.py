@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 @dataclass
 class LlamaConfig:
-    """The shape of the model, under the names that Hugging Face gives it."""
+    """The size of the model, under the names that Hugging Face gives it; the demo has its own."""
     vocab_size: int  # V; neither default nor flag: the tokenizer decides
     max_position_embeddings: int = 2048  # the longest sequence that rotary angles are made for
     hidden_size: int = 768  # C, the width of the residual stream
@@ -604,8 +604,8 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
 
 # ---- 5 Checkpoints -------------------------------------------------------------------------------
 # A checkpoint has the weights, the state of the optimisers and of float16's scaler, the step and
-# the tokens so far; the order of the data and the learning rates follow from the step. Settings,
-# library versions and a fingerprint of data and tokenizer say whether a run may go on from it.
+# the tokens so far; the order of the data and the learning rates follow from the step. Its settings
+# and its fingerprint of data and tokenizer say whether a run may go on; versions are to look up.
 
 def save_checkpoint(out_dir: str, checkpoint: dict) -> None:
     """Write checkpoint.pt; when it is proven good, the one before becomes the previous."""
@@ -933,7 +933,7 @@ def join_processes(model: nn.Module, config: TrainConfig, start: list) -> nn.Mod
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """A list that gets the number of a SIGINT (Ctrl-C) or SIGTERM; a second one ends at once."""
+    """A list that gets the number of a Ctrl-C (SIGINT) or SIGTERM, for train(); a second kills."""
     with contextlib.ExitStack() as before:
         def note(number: int, _: object) -> None:
             caught.append(number)

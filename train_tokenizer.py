@@ -115,4 +115,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{sentence.tokens}\nAll of {len(examples)} texts come back exactly from their tokens.")
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # a tokenizer is written whole or not at all
+        raise SystemExit(130) from None
