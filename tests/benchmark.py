@@ -11,6 +11,8 @@ Only ratios within one run mean something. Tokens are real ones: padding does no
 
 ours           train_llama's own step: packed rows, autocast, the causal kernel without a mask
 transformers   LlamaForCausalLM of transformers in a plain loop, same rows, precision, optimiser
+nanogpt        GPT of a nanoGPT checkout (--nanogpt PATH), of our depth, width and heads. It is another
+               model: more weights in its layers, one matrix for embedding and head
 naive          one document a row, clipped and padded; float32; an additive mask; tokenised in the
                loop; PyTorch's default initialisation; AdamW at 1e-3 with weight decay 0.01 on all
 """
@@ -48,6 +50,7 @@ SIZES = {
                     vocab_size=50_000),
 }
 CONTENDERS = ["ours", "ours compiled", "transformers", "transformers compiled", "naive"]
+NANOGPT = ["nanogpt", "nanogpt compiled"]
 
 
 def documents() -> list[str]:
@@ -67,7 +70,8 @@ def prepare(folder: Path, size: str) -> None:
 class Job:
     """One contender, ready to take steps; step() returns how many real labels it trained on."""
 
-    def __init__(self, name: str, folder: Path, size: str, at_once: int, device: str, dtype: str):
+    def __init__(self, name: str, folder: Path, size: str, at_once: int, device: str, dtype: str,
+                 nanogpt: str = ""):
         shape = SIZES[size]
         settings = vars(ours.parse_flags(["--demo"], [ours.LlamaConfig, ours.TrainConfig],
                                          ours.DEMO)) | shape
@@ -94,6 +98,8 @@ class Job:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == "float16")
         if name.startswith("ours"):
             self.model = ours.LlamaForPretraining(self.shape).to(self.device)
+        elif name in NANOGPT:
+            self.model = nanogpt_model(self.shape, nanogpt).to(self.device)
         else:
             self.model = transformers_model(self.shape, "eager" if naive else "sdpa")
             if naive:
@@ -105,6 +111,9 @@ class Job:
             self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-3,
                                                  weight_decay=0.01)]
             self.texts = [text for i, text in enumerate(documents()) if i % self.config.val_every]
+        elif name in NANOGPT:
+            self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True,
+                                                 betas=(0.9, 0.95), weight_decay=0.1)]
         else:
             self.config.optimizer = "adamw"  # the same for both; the race has ours as it comes
             self.optimizers = ours.make_optimizers(self.model, self.config)
@@ -122,12 +131,16 @@ class Job:
                                self.autocast, self.scaler)
         else:
             for i in range(0, len(rows), self.config.micro_batch_size):
-                input_ids, targets = self.dataset.batch(rows[i : i + self.config.micro_batch_size])
+                part = rows[i : i + self.config.micro_batch_size]
+                input_ids, targets = (each.to(self.device) for each in self.dataset.batch(part))
                 with self.autocast():
-                    logits = self.model(input_ids=input_ids.to(self.device)).logits
-                loss = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1).float(), targets.to(self.device).flatten(),
-                    reduction="sum")
+                    if self.name in NANOGPT:  # the mean loss comes with the logits
+                        loss = self.dataset.count_labels(part) * self.model(
+                            input_ids, targets.masked_fill(targets < 0, -1))[1]
+                    else:
+                        logits = self.model(input_ids=input_ids).logits
+                        loss = torch.nn.functional.cross_entropy(
+                            logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
                 self.scaler.scale(loss / labels).backward()
         self.update(1.0)
         return labels
@@ -207,10 +220,22 @@ def transformers_model(shape: ours.LlamaConfig, attention: str) -> torch.nn.Modu
         rope_theta=shape.rope_theta, attn_implementation=attention, use_cache=False))
 
 
+def nanogpt_model(shape: ours.LlamaConfig, checkout: str) -> torch.nn.Module:
+    """The GPT in a nanoGPT checkout, with the depth, width, heads and vocabulary of ours."""
+    sys.path.insert(0, checkout)
+    from model import GPT, GPTConfig
+
+    with contextlib.redirect_stdout(sys.stderr):
+        return GPT(GPTConfig(
+            block_size=shape.max_position_embeddings, vocab_size=shape.vocab_size, dropout=0.0,
+            n_layer=shape.num_hidden_layers, n_head=shape.num_attention_heads,
+            n_embd=shape.hidden_size, bias=False))
+
+
 def work(arguments: argparse.Namespace) -> None:
     """What the process of one contender does: some steps to warm up, then seconds of them."""
     job = Job(arguments.worker, arguments.folder, arguments.size, arguments.at_once,
-              arguments.device, arguments.dtype)
+              arguments.device, arguments.dtype, arguments.nanogpt)
     for _ in range(3):
         job.step()
     start, labels = time.perf_counter(), 0
@@ -218,6 +243,10 @@ def work(arguments: argparse.Namespace) -> None:
         labels += job.step()
     speed = labels / (time.perf_counter() - start)
     flops = ours.flops_per_token(ours.LlamaForPretraining(job.shape), job.config.seq_len)
+    if job.name in NANOGPT:  # all its matrices multiply but the one of the positions
+        flops = 6 * job.shape.num_hidden_layers * job.shape.hidden_size * job.config.seq_len
+        flops += 6 * sum(weight.numel() for name, weight in job.model.named_parameters()
+                         if weight.dim() == 2 and "wpe" not in name)
     peak = ours.measure_peak(job.device, job.dtype)
     print(json.dumps(dict(speed=speed, share=speed * flops / peak,
                           memory=ours.memory_gb(job.device))))
@@ -231,7 +260,7 @@ def throughput(arguments: argparse.Namespace, size: str, at_once: int) -> None:
             command = [sys.executable, __file__, "--worker", name, "--folder",
                        str(arguments.folder), "--size", size, "--at_once", str(at_once),
                        "--device", arguments.device, "--dtype", arguments.dtype, "--seconds",
-                       str(arguments.seconds)]
+                       str(arguments.seconds), "--nanogpt", arguments.nanogpt]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 print(f"{name}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
@@ -389,7 +418,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two minutes, for a first look")
     parser.add_argument("--sizes", nargs="+", default=["demo"], choices=SIZES)
     parser.add_argument("--micro_batch_sizes", nargs="+", type=int, default=[16])
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS + NANOGPT)
+    parser.add_argument("--nanogpt", default="", help="a checkout of nanoGPT, to time it, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--race", action=argparse.BooleanOptionalAction, default=True)
@@ -400,10 +430,11 @@ def main() -> None:
     parser.add_argument("--heads", action="store_true", help="forms of the head alone")
     parser.add_argument("--passes", type=int, default=3, help="of each form, the best counts")
     parser.add_argument("--head", choices=HEADS, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=CONTENDERS + NANOGPT, help=argparse.SUPPRESS)
     parser.add_argument("--size", default="demo", help=argparse.SUPPRESS)
     parser.add_argument("--at_once", type=int, default=16, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.contenders = arguments.contenders or CONTENDERS + NANOGPT * bool(arguments.nanogpt)
     if arguments.worker:
         return work(arguments)
     if arguments.head:
