@@ -11,8 +11,8 @@ Only ratios within one run mean something. Tokens are real ones: padding does no
 
 ours           train_llama's own step: packed rows, autocast, the causal kernel without a mask
 transformers   LlamaForCausalLM of transformers in a plain loop, same rows, precision, optimiser
-nanogpt        GPT of a nanoGPT checkout (--nanogpt PATH), of our depth, width and heads. It is another
-               model: more weights in its layers, one matrix for embedding and head
+nanogpt        GPT of a nanoGPT checkout (--nanogpt PATH), with our depth, width and heads: another
+               model, with more weights in its layers and one matrix for embedding and head
 naive          one document a row, clipped and padded; float32; an additive mask; tokenised in the
                loop; PyTorch's default initialisation; AdamW at 1e-3 with weight decay 0.01 on all
 """

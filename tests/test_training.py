@@ -211,13 +211,15 @@ def test_the_loss_starts_at_guessing_and_goes_down(plain):
 
 @pytest.fixture
 def updates():
-    """For each optimiser's update: its learning rates, and the squared norm of its gradients."""
+    """For each optimiser's update: its groups' learning rates with the factors they should have on
+    the schedule's rate, and the squared norm of its gradients.
+    """
     seen = []
 
     def look(optimizer, args, kwargs):
         squares = sum(weight.grad.square().sum().item()
                       for group in optimizer.param_groups for weight in group["params"])
-        rates = {group["lr"] / group.get("scale", 1) for group in optimizer.param_groups}
+        rates = [(group["lr"], group.get("scale", 1)) for group in optimizer.param_groups]
         seen.append((rates, squares))
 
     hook = register_optimizer_step_pre_hook(look)
@@ -231,8 +233,11 @@ def test_every_update_has_the_schedules_learning_rate(kind, optimisers, updates,
     config = settings_of(finished.checkpoint)
     expected = [learning_rate_at(step, 13, config) for step in range(13)]
     assert numbers(finished.rows, "learning_rate") == expected
-    assert [rates for rates, _ in updates] == [
-        {rate} for rate in expected for _ in range(optimisers)]
+    wanted = [rate for rate in expected for _ in range(optimisers)]
+    for (groups, _), rate in zip(updates, wanted, strict=True):
+        assert all(given == rate * scale for given, scale in groups)
+    assert {scale for groups, _ in updates for _, scale in groups} == {
+        "adamw": {1}, "muon": {1, 12}}[kind]
 
 
 @pytest.mark.parametrize("limit", [0.5, 0])
