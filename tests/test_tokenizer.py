@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+import runpy
+import sys
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -318,3 +320,15 @@ def test_the_recipe_is_the_default():
     assert (config.vocab_size, config.min_frequency, config.max_documents) == (50_000, 2, 100_000)
     for name in ("dataset", "dataset_config", "text_column", "val_every", "tokenizer_path"):
         assert getattr(config, name) == getattr(TrainConfig(), name)
+
+
+def test_ctrl_c_ends_the_script_without_a_traceback(tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_llama, "open_rows", interrupted)
+    monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", "--tokenizer_path",
+                                      str(tmp_path / "bpe.json")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(train_tokenizer.__file__, run_name="__main__")
+    assert stop.value.code == 130 and not list(tmp_path.iterdir())
