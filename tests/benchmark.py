@@ -7,7 +7,8 @@
 
 Every contender runs in a process of its own, one after the other, and all of them again in the next
 round, so that a noisy machine is noisy for all; a row is the median of the rounds, with its range.
-Only ratios within one run mean something. Tokens are real ones: padding does not count.
+Only ratios within one run mean something. Tokens are real ones: padding does not count. On a CPU,
+ours tells the allocator to keep freed memory, which a plain loop does not (--keep_memory: all do).
 
 ours           train_llama's own step: packed rows, autocast, the causal kernel without a mask
 transformers   LlamaForCausalLM of transformers in a plain loop, same rows, precision, optimiser
@@ -71,13 +72,17 @@ class Job:
     """One contender, ready to take steps; step() returns how many real labels it trained on."""
 
     def __init__(self, name: str, folder: Path, size: str, at_once: int, device: str, dtype: str,
-                 nanogpt: str = ""):
+                 nanogpt: str = "", keep_memory: bool = False):
         shape = SIZES[size]
         settings = vars(ours.parse_flags(["--demo"], [ours.LlamaConfig, ours.TrainConfig],
                                          ours.DEMO)) | shape
         settings |= dict(tokenizer_path=str(folder / f"{size}.json"), cache_dir=str(folder),
                          micro_batch_size=at_once, max_position_embeddings=shape["seq_len"])
-        self.device, dtype = ours.choose_device(device, dtype)
+        if name.startswith("ours") or keep_memory:
+            self.device, dtype = ours.choose_device(device, dtype)
+        else:  # without our setting of the memory allocator, as a plain loop is
+            self.device = torch.device(device)
+            torch.set_float32_matmul_precision("high")
         self.config = ours.TrainConfig(**{
             field.name: settings[field.name] for field in ours.fields(ours.TrainConfig)})
         self.tokenizer = ours.load_tokenizer(self.config.tokenizer_path)
@@ -235,7 +240,7 @@ def nanogpt_model(shape: ours.LlamaConfig, checkout: str) -> torch.nn.Module:
 def work(arguments: argparse.Namespace) -> None:
     """What the process of one contender does: some steps to warm up, then seconds of them."""
     job = Job(arguments.worker, arguments.folder, arguments.size, arguments.at_once,
-              arguments.device, arguments.dtype, arguments.nanogpt)
+              arguments.device, arguments.dtype, arguments.nanogpt, arguments.keep_memory)
     for _ in range(3):
         job.step()
     start, labels = time.perf_counter(), 0
@@ -260,7 +265,8 @@ def throughput(arguments: argparse.Namespace, size: str, at_once: int) -> None:
             command = [sys.executable, __file__, "--worker", name, "--folder",
                        str(arguments.folder), "--size", size, "--at_once", str(at_once),
                        "--device", arguments.device, "--dtype", arguments.dtype, "--seconds",
-                       str(arguments.seconds), "--nanogpt", arguments.nanogpt]
+                       str(arguments.seconds), "--nanogpt", arguments.nanogpt,
+                       *["--keep_memory"] * arguments.keep_memory]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 print(f"{name}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
@@ -420,6 +426,8 @@ def main() -> None:
     parser.add_argument("--micro_batch_sizes", nargs="+", type=int, default=[16])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS + NANOGPT)
     parser.add_argument("--nanogpt", default="", help="a checkout of nanoGPT, to time it, too")
+    parser.add_argument("--keep_memory", action="store_true",
+                        help="on a CPU, let all contenders keep freed memory, as ours does")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--race", action=argparse.BooleanOptionalAction, default=True)
