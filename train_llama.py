@@ -434,8 +434,7 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
                     raise FileNotFoundError  # at least its end
             facts = found
         train, val = facts["train"], facts["val"]
-        missing = not facts["ended"] and train["tokens"] < needed
-        if missing:
+        if missing := not facts["ended"] and train["tokens"] < needed:
             most = sum(map(os.path.getsize, files)) or math.inf
             new = max(0, min(most, needed) - train["tokens"])
             check_disk(config.cache_dir, size * new, "tokens")
@@ -1087,8 +1086,7 @@ def main(argv: list[str] | None = None) -> None:
     s.vocab_size = tokenizer.get_vocab_size()
     model_config, config = (kind(**{field.name: getattr(s, field.name) for field in fields(kind)})
                             for kind in (LlamaConfig, TrainConfig))
-    lock = Path(config.out_dir, f"lock{RANK or ''}")  # each process has its own
-    owner = lock.with_suffix(".owner")
+    lock, owner = (Path(config.out_dir, f"lock{RANK or ''}{end}") for end in ("", ".owner"))
     try:
         if config.prompt is not None:
             return continue_prompt(config, tokenizer)
