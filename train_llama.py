@@ -278,15 +278,10 @@ class LlamaForPretraining(nn.Module):
         Labels are already shifted, which Hugging Face's are not: labels[:, t] is the token that
         follows input_ids[:, t]. A label of -100 is ignored.
         """
-        hidden = self.model(input_ids)
+        logits = self.lm_head(self.model(input_ids))
         if labels is None:
-            return self.lm_head(hidden)
-        # Logits are the largest tensor: a processor has them in its cache if it makes few at once.
-        # A GPU does not need that, and a compiler knows better.
-        few = 512 if hidden.is_cpu and not torch.compiler.is_compiling() else labels.numel()
-        parts = zip(hidden.flatten(0, 1).split(few), labels.flatten().split(few))
-        return sum(F.cross_entropy(self.lm_head(some).float(), wanted, reduction="sum")
-                   for some, wanted in parts)
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 def flops_per_token(model: LlamaForPretraining, seq_len: int) -> int:
     """Floating-point operations for one token, forward and backward (arXiv:2204.02311, app. B).

@@ -300,7 +300,7 @@ def head_loss(name: str, hidden: torch.Tensor, weight: torch.Tensor,
 
     if name == "plain":
         return loss(hidden, labels)
-    if name == "in pieces":  # as train_llama does it on a CPU without compilation
+    if name == "in pieces":
         return sum(map(loss, hidden.split(512), labels.split(512)))
     if name == "recomputed":  # logits are made again in the backward pass, an eighth at a time
         size = -(-len(hidden) // 8)
