@@ -6,7 +6,7 @@
     python train_llama.py --prompt "The meaning of life is"             # let the model write
     torchrun --nproc_per_node 2 train_llama.py                          # two GPUs
 
-Whatever interrupts a run, the same command goes on where it stopped.
+Whatever interrupts a run, the same command goes on from its last checkpoint.
 Contents: 1 Settings, 2 Model, 3 Data, 4 Optimiser and schedule, 5 Checkpoints, 6 Evaluation and
 sampling, 7 Export, 8 Training. Shapes: B sequences in a micro-batch, T tokens in a sequence, C
 hidden size, N heads, K key-value heads, D = C / N size of a head, V vocabulary size.
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 @dataclass
 class LlamaConfig:
-    """The size of the model, under the names that Hugging Face gives it; the demo has its own."""
+    """The size of the model, under the names that Hugging Face gives it; the demo's is less."""
     vocab_size: int  # V; neither default nor flag: the tokenizer decides
     max_position_embeddings: int = 2048  # the longest sequence that rotary angles are made for
     hidden_size: int = 768  # C, the width of the residual stream
@@ -57,7 +57,7 @@ class TrainConfig:
     packing: bool = True  # join documents and cut blocks; else each document has its own rows
     seq_len: int = 512  # T, tokens in a training sequence
 
-    train_tokens: int = 3_600_000_000  # length of the run: about 20 tokens a parameter
+    train_tokens: int = 3_600_000_000  # length of the run; the recipe has 20 a parameter
     max_epochs: float = 4.0  # read the corpus at most so often (arXiv:2305.16264)
     batch_size: int = 512  # sequences in one optimiser step, over all processes
     micro_batch_size: int = 8  # sequences that one process holds at once; lower it to save memory
@@ -74,7 +74,7 @@ class TrainConfig:
     seed: int = 1  # of the first weights, the order of the data and the samples
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: str = "auto"  # of the matrix products: auto, bfloat16, float16, float32
-    compile: bool | None = None  # torch.compile the model; by default where that pays
+    compile: bool | None = None  # torch.compile the model; by default not on mps and Windows
     log_every: int = 10  # steps between two lines of the log
     eval_every: int = 200  # steps between two evaluations
     save_every: int = 200  # steps between two checkpoints
@@ -95,12 +95,13 @@ RULES = ("hidden_size % (2 * num_attention_heads) == 0", "seq_len <= max_positio
          "num_attention_heads % num_key_value_heads == 0", "min_learning_rate <= learning_rate",
          "batch_size % (micro_batch_size * processes) == 0", "max_epochs >= 1", "val_every != 1",
          "optimizer in ('adamw', 'muon')", "schedule in ('cosine', 'wsd')",
+         "device in ('auto', 'cpu', 'cuda') or processes == 1",
          "dtype in ('auto', 'bfloat16', 'float16', 'float32')")
 MAY_BE_ZERO = ("val_every min_learning_rate warmup_steps weight_decay grad_clip seed temperature "
                "top_k max_new_tokens").split()  # all other numbers are above 0
 SPECIAL_TOKENS = ["[PAD]", "[BOT]", "[EOT]", "[UNK]"]  # padding, begin and end of text, unknown
 PAD, BOT, EOT, UNK = range(4)  # their ids
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of a torchrun
 
 class UserError(SystemExit):
     """A mistake that the user can mend: Python prints its sentence, and no traceback."""
@@ -114,7 +115,6 @@ def say(text: str) -> None:
     """Print a line, from the first process only, without breaking the progress bar."""
     if RANK == 0:
         tqdm.write(text)
-        sys.stdout.flush()
 
 def brief(error: BaseException) -> str:
     """The kind of an error, and the first line of what it says."""
@@ -146,7 +146,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     return tokenizer
 
 def check_settings(s: argparse.Namespace) -> None:
-    """Raise one UserError that lists every fault of the settings, before any work is done."""
+    """Raise one UserError that lists every fault that shows without the data."""
     faults, context = {}, dict(inf=math.inf, processes=WORLD)
     signs = [f"0 <{'=' * (name in MAY_BE_ZERO)} {name} < inf" for name, value in vars(s).items()
              if type(value) in (int, float)]
@@ -155,7 +155,8 @@ def check_settings(s: argparse.Namespace) -> None:
         if not faults.keys() & given and not eval(rule, context, vars(s)):
             faults[" ".join(given)] = f"{', '.join(given.values())}: {rule} must hold" + (
                 f" for {WORLD} processes" * ("processes" in rule))
-    tries = dict(tokenizer_path=load_tokenizer, init_from=lambda path: path and load_weights(path),
+    new = not os.path.exists(os.path.join(s.out_dir, "checkpoint.pt"))  # init_from is for a start
+    tries = dict(tokenizer_path=load_tokenizer, init_from=lambda p: p and new and load_weights(p),
                  device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")).cpu())
     for folder in ("cache_dir", "out_dir") if s.prompt is None else ():
         tries[folder] = lambda path: (os.makedirs(path, exist_ok=True),
@@ -164,7 +165,7 @@ def check_settings(s: argparse.Namespace) -> None:
         try:
             attempt(getattr(s, flag))
         except Exception as error:  # a file, a driver or a disk fails in too many ways to list
-            faults[flag] = f"--{flag} {getattr(s, flag)} is no use: {brief(error)}"
+            faults.setdefault(flag, f"--{flag} {getattr(s, flag)} is no use: {brief(error)}")
     if "tokenizer_path" in faults:
         usual = vars(TrainConfig) | (DEMO if s.demo else {})
         faults["tokenizer_path"] += "; make it with: " + shlex.join([
@@ -265,7 +266,7 @@ class LlamaForPretraining(nn.Module):
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 # Each layer adds twice to the residual stream; smaller last projections keep the
-                # sum's variance the same at every depth (GPT-2).
+                # sum's variance the same for any number of layers (GPT-2).
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 terms = 2 * config.num_hidden_layers if last else 1
                 nn.init.normal_(weight, std=0.02 / math.sqrt(terms))
@@ -297,7 +298,7 @@ def flops_per_token(model: LlamaForPretraining, seq_len: int) -> int:
 # It only grows at its end, so a longer run appends and nothing is done twice. Training reads blocks
 # of it, in an order that depends on the seed and the step alone.
 
-WINDOW = 65_536  # blocks are shuffled inside windows of so many: the disk's cache holds one
+WINDOW = 65_536  # blocks are shuffled inside windows of so many: the system's file cache has one
 SURROGATES = re.compile("[\ud800-\udfff]")  # what stands in a string where no character was
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: str = "") -> None:
@@ -349,7 +350,7 @@ def read_rows(files: list[str], kind: str, text_column: str) -> Iterator[dict]:
     """Rows of text or JSON-lines files, plain, .gz or .zst, line ends and all as they are.
 
     A long text is cut after line ends into rows of 64 kB. Bytes that are not UTF-8 become
-    surrogates. A row that is no text has an Exception in its place.
+    surrogates. A JSON line that is no object has a ValueError as its text.
     """
     from pyarrow import input_stream  # the readers of datasets change line ends and refuse much
     for file in files:
@@ -388,7 +389,7 @@ def open_rows(dataset: str, dataset_config: str, text_column: str, revision: str
     return (rows.select_columns(text_column) if kind == "hub" else rows), revision
 
 def load_documents(rows: Iterable[dict], text_column: str, skipped: Counter) -> Iterator[str]:
-    """The texts in the rows; `skipped` counts, by reason, those without. Raises UserError."""
+    """The texts in the rows; `skipped` counts, by reason, those left out or mended."""
     try:
         for row in rows:
             text, file = row.get(text_column), row.get("__file__", "in a row")
@@ -398,12 +399,12 @@ def load_documents(rows: Iterable[dict], text_column: str, skipped: Counter) -> 
             elif not text or text.isspace():
                 skipped["blank"] += 1
             elif (broken := len(SURROGATES.findall(text))) + text.count("\0") > 8 + len(text) / 5:
-                skipped[f"not UTF-8 text: {file}"] += 1
+                skipped[f"not UTF-8 text: {file}"] += 1  # a binary file
             else:
                 skipped.update([f"kept, U+FFFD for what is not UTF-8: {file}"] * bool(broken))
                 yield SURROGATES.sub("\ufffd", text) if broken else text
     except Exception as error:  # the network, or a damaged file
-        raise UserError("--dataset cannot be read further, start again to go on from here "
+        raise UserError("--dataset cannot be read further, mend that and start again "
                         f"({brief(error)})") from error
 
 def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> dict:
@@ -426,7 +427,7 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
             for split, part in splits.items():
                 found[split]["path"] = part["path"]  # the folder may have been moved
                 if os.path.getsize(part["path"]) < found[split]["tokens"] * size:
-                    raise FileNotFoundError  # at least its end
+                    raise FileNotFoundError  # some of it is missing
             facts = found
         train, val = facts["train"], facts["val"]
         if missing := not facts["ended"] and train["tokens"] < needed:
@@ -434,7 +435,7 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
             new = max(0, min(most, needed) - train["tokens"])
             check_disk(config.cache_dir, size * new, "tokens")
             append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size, most)
-    gb = sum(file.stat().st_size for file in Path(config.cache_dir).iterdir()) / 1e9
+    gb = sum(file.stat().st_size for file in Path(config.cache_dir).glob("*.u?")) / 1e9
     why = Counter(facts["skipped"]).most_common(8) or [("rows", 0)]
     why = "skipped or mended: " + ", ".join(f"{n:,} {reason}" for reason, n in why)
     say(f"data: {config.dataset}, {facts['documents']:,} documents; {why}\n"
@@ -447,7 +448,7 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
 
 def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed: int, path: Path,
                   size: int, most: float) -> None:
-    """Tokenise further documents, 4 MB at a time on all cores, to the end of the token files.
+    """Tokenise further documents, about 4 MB at a time, to the end of the token files.
 
     The facts are written after the tokens they count: a death costs the work on those 4 MB.
     """
@@ -459,7 +460,7 @@ def append_tokens(config: TrainConfig, tokenizer: Tokenizer, facts: dict, needed
     documents = load_documents(rows, config.text_column, facts["skipped"])
     splits = (train := facts["train"]), facts["val"]
     with (open(train["path"], "ab") as a, open(splits[1]["path"], "ab") as b,
-          tqdm(desc="tokenising", unit="B", unit_scale=True) as bar):
+          tqdm(desc="tokenising", initial=train["bytes"], unit="B", unit_scale=True) as bar):
         for file, part in zip(files := (a, b), splits):
             file.truncate(part["tokens"] * size)  # what a death left beyond the facts
         while not facts["ended"] and train["tokens"] < needed:
@@ -569,25 +570,24 @@ def learning_rate_at(step: int, steps: int, config: TrainConfig) -> float:
     peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
-    if config.schedule == "cosine":  # half a cosine
+    if config.schedule == "cosine":
         progress = (step + 1 - warmup) / (steps - warmup)
         return lowest + (peak - lowest) * (1 + math.cos(math.pi * progress)) / 2
-    decay = max(1, min(steps // 5, steps - warmup))  # wsd: a line down the last fifth, 2404.06395
+    decay = max(1, min(steps // 5, steps - warmup))  # wsd (arXiv:2404.06395): a last fifth
     return lowest + (peak - lowest) * min(1, (steps - 1 - step) / decay)
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """AdamW for all weights (arXiv:1711.05101), or Muon for the layers' matrices beside it.
 
     Muon sets the singular values of the momentum to about 1, scaled here to the size of AdamW's
-    updates, so that one learning rate serves both (arXiv:2502.16982). Measured: the embedding, of
-    which a step sees few rows, wants `scale` times that rate, and a momentum below the usual 0.95.
+    updates, so that one learning rate serves both (arXiv:2502.16982). Measured: it wants a momentum
+    below the usual 0.95, and the embedding, of which a step sees few rows, `scale` times the rate.
     """
     muon, embedding, decayed, plain = [], [], [], []
     use_muon, tied = config.optimizer == "muon", model.config.tie_word_embeddings
     for name, weight in model.named_parameters():
-        kind = (plain if weight.dim() < 2 else muon if use_muon and ".layers." in name else
-                embedding if use_muon and "embed" in name and not tied else decayed)
-        kind.append(weight)
+        (plain if weight.dim() < 2 else muon if use_muon and ".layers." in name else embedding
+         if use_muon and "embed" in name and not tied else decayed).append(weight)
     rate, decay = config.learning_rate, config.weight_decay
     groups = (dict(params=embedding, scale=12), dict(params=decayed),
               dict(params=plain, weight_decay=0.0))
@@ -599,7 +599,7 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
 # ---- 5 Checkpoints -------------------------------------------------------------------------------
 # A checkpoint has the weights, the state of the optimisers and of float16's scaler, the step and
 # the tokens so far; the order of the data and the learning rates follow from the step. Its settings
-# and its fingerprint of data and tokenizer say whether a run may go on; versions are to look up.
+# and its fingerprint of data and tokenizer say whether a run may go on; the versions just tell.
 
 def save_checkpoint(out_dir: str, checkpoint: dict) -> None:
     """Write checkpoint.pt; when it is proven good, the one before becomes the previous."""
@@ -615,14 +615,14 @@ def read_checkpoint(path: str | Path) -> dict:
         raise ValueError(f"{damaged} has a wrong checksum")
     return torch.load(path, map_location="cpu", weights_only=True)
 
-def load_checkpoint(out_dir: str) -> dict | None:
+def load_checkpoint(out_dir: str, mend: bool = True) -> dict | None:
     """The newest whole checkpoint; None if there is none, UserError if all are damaged."""
     paths = [Path(out_dir, name) for name in ("checkpoint.pt", "checkpoint.previous.pt")]
     paths = [path for path in paths if path.exists()]
     for path in paths:
         try:
             checkpoint = read_checkpoint(path)
-            if path != paths[0] and RANK == 0:  # else the next save would keep the bad one instead
+            if mend and path != paths[0] and RANK == 0:  # or the next save would keep the bad one
                 os.replace(paths[0], f"{paths[0]}.damaged")
             return checkpoint
         except Exception as error:  # damage shows in every way
@@ -651,7 +651,7 @@ def check_resume(checkpoint: dict, settings: dict, now: dict) -> None:
     """Say which settings have changed; raise UserError for those that make it another run."""
     saved, was = checkpoint["config"], checkpoint["fingerprint"]
     fixed = {field.name for field in fields(LlamaConfig)} | {
-        "val_every", "packing", "seq_len", "batch_size", "optimizer", "seed"}
+        "val_every", "packing", "seq_len", "batch_size", "optimizer", "seed", "init_from"}
     changed = {name: f"--{name} {saved.get(name)} -> {value}" for name, value in settings.items()
                if saved.get(name) != value}
     refused = [text for name, text in changed.items() if name in fixed]
@@ -794,7 +794,7 @@ def measure_peak(device: torch.device, dtype: str) -> float:
     return 8 * 2 * size**3 / min(timeit.repeat(work, globals=dict(a=a), number=1))
 
 def memory_gb(device: torch.device) -> float:
-    """The most memory used so far, by torch on a GPU, else by this process."""
+    """The most memory used so far, by torch on CUDA, else by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     with contextlib.suppress(ImportError):  # there is none on Windows
@@ -804,7 +804,7 @@ def memory_gb(device: torch.device) -> float:
     return 0.0
 
 def compile_model(model: nn.Module, batch: Iterable[Tensor]) -> None:
-    """torch.compile the forward pass with its loss, in place; say so where that does not work."""
+    """torch.compile the forward pass with its loss, in place; say whether that works."""
     start, state = time.monotonic(), "on"
     try:
         model.compile(dynamic=False)  # what is missing for it shows only in the next line
@@ -830,7 +830,7 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
     """Datasets to train and to validate on, steps, and a fingerprint of the data and tokenizer."""
     sequences = -(-config.train_tokens // (config.batch_size * config.seq_len)) * config.batch_size
     windows = -(-sequences // WINDOW)  # whole ones: a part would be shuffled anew when it grows
-    needed = windows * WINDOW * config.seq_len * (1 if config.packing else 2) + 1  # [BOT]: no label
+    needed = windows * WINDOW * config.seq_len * (1 if config.packing else 2) + 1  # + [BOT]
     before = checkpoint["fingerprint"]["train"]["tokens"] if checkpoint else 0
     facts = prepare_tokens(config, tokenizer, max(before, needed))
     fingerprint = {name: facts[name] for name in ("train", "val", "ended")} | dict(
@@ -855,7 +855,7 @@ def plan_run(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenize
 def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.device,
                 checkpoint: dict | None) -> tuple:
     """The model, its optimisers and float16's scaler, new or as the checkpoint has them."""
-    torch.manual_seed(config.seed)  # the one use of chance: the rest is a function of the step
+    torch.manual_seed(config.seed)  # all that a run owes to chance: the rest follows from the step
     model = LlamaForPretraining(model_config).to(device)
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
@@ -879,7 +879,7 @@ def start_model(model_config: LlamaConfig, config: TrainConfig, device: torch.de
 def open_log(out_dir: str, step: int) -> tuple[dict, Callable[[dict], None]]:
     """The last row logged up to `step`, and a function that logs one; later rows are dropped."""
     path, board = Path(out_dir, "metrics.csv"), None
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
     rows = [row for row in (line.split(",") for line in lines)  # a power cut may tear the last one
             if len(row) == len(METRICS) and row[0].isdecimal() and int(row[0]) <= step]
     text = "".join(",".join(row) + "\n" for row in [METRICS, *rows]).encode()
@@ -919,20 +919,20 @@ def add_gradients(model: nn.Module, dataset: PretrainingDataset, rows: np.ndarra
 def join_processes(model: nn.Module, config: TrainConfig, start: list) -> nn.Module:
     """The model with gradients averaged over the processes, which must agree where they start."""
     dist.init_process_group("nccl" if next(model.parameters()).is_cuda else "gloo")
-    starts = [[]] * WORLD
-    dist.all_gather_object(starts, [Path(config.out_dir, "lock.owner").read_text(), *start])
+    starts, owner = [[]] * WORLD, Path(config.out_dir).glob("lock.owner")
+    dist.all_gather_object(starts, [*map(Path.read_text, owner), *start])
     need(starts.count(starts[0]) == WORLD, f"--out_dir {config.out_dir} and --cache_dir "
          f"{config.cache_dir} must be folders that all machines share")
     return nn.parallel.DistributedDataParallel(model)
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """A list that gets the number of a Ctrl-C (SIGINT) or SIGTERM, for train(); a second kills."""
+    """A list that gets the number of a Ctrl-C or SIGTERM: train() ends its step, saves, stops."""
     with contextlib.ExitStack() as before:
         def note(number: int, _: object) -> None:
             caught.append(number)
             for each in both:
-                signal.signal(each, signal.SIG_DFL)  # no exception, which could get lost
+                signal.signal(each, signal.SIG_DFL)  # a second one kills
         caught, both = [], (signal.SIGINT, signal.SIGTERM)
         for number in both:
             before.callback(signal.signal, number, signal.signal(number, note))
@@ -947,13 +947,14 @@ def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.devi
         f"{steps * config.batch_size / rows:.2f} epochs of {rows:,} sequences\ndevice: {device}, "
         f"{config.dtype}, {peak / 1e12:.2f} TFLOP/s in a matrix product; at 40 % of that "
         f"{hours:.2g} hours to go")
-    check_disk(config.out_dir, 40 * weights, "three checkpoints and the model")
+    have = sum(file.stat().st_size for file in Path(config.out_dir).glob("checkpoint*.pt"))
+    check_disk(config.out_dir, max(0, 40 * weights - have), "three checkpoints and the model")
 
 def show(row: dict, bar: tqdm) -> None:
     """Put a row of metrics in the progress bar, or on a line where there is no terminal."""
     text = (f"loss {row['loss']:.3f}, lr {row['learning_rate']:.1e}, "
             f"{row['tokens_per_second']:,.0f} tok/s, {row['peak_share']:.0%} peak, "
-            f"{row['memory_gb']:.1f} GB")  # with all of it, the bar fits into 80 columns
+            f"{row['memory_gb']:.1f} GB")  # with all of it, about 80 columns
     bar.set_postfix_str(text)
     if bar.disable:
         say(f"step {row['step']:,}/{bar.total:,}: {text}")
@@ -964,8 +965,8 @@ def validate(model: nn.Module, dataset: PretrainingDataset, tokenizer: Tokenizer
     loss = evaluate(model, dataset, config.micro_batch_size)
     bits = loss * dataset.count_labels(np.arange(len(dataset))) / math.log(2) / text_bytes
     sample = "".join(generate(model, tokenizer, "", config))
-    say(f"step {step:,}: held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {bits:.4f} "
-        f"bits per byte, and a sample:\n{sample}")
+    say(f"step {step:,}: held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}, "
+        f"{bits:.4f} bits per byte, and a sample:\n{sample}")
     return dict(val_loss=loss, bits_per_byte=bits, sample=sample)
 
 def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) -> dict:
@@ -1006,7 +1007,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
                 scaler.unscale_(optimizer)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group.get("scale", 1)
-            # Nothing before this .item() makes the step wait for the device.
+            # Nothing before this .item() makes the step wait for a CUDA device.
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
             if math.isfinite(norm):
                 for optimizer in optimizers:
@@ -1015,7 +1016,7 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
             elif scaler.get_scale() <= 1:  # else float16's scale was too large, and is halved now
                 bad += 1
                 say(f"step {step + 1}: not applied, the gradient's norm is {norm}")
-                need(bad < 10, "ten steps without a finite gradient: lower --learning_rate, go on")
+                need(bad < 10, "ten steps without a finite gradient: try a lower --learning_rate")
             scaler.update()
             model.zero_grad(set_to_none=True)
             tokens, done = tokens + dataset.count_labels(chosen), step + 1
@@ -1058,23 +1059,25 @@ def train(model_config: LlamaConfig, config: TrainConfig, tokenizer: Tokenizer) 
 
 def continue_prompt(config: TrainConfig, tokenizer: Tokenizer) -> None:
     """Print the prompt and the text that the model in out_dir, finished or not, lets follow."""
-    checkpoint = load_checkpoint(config.out_dir)
+    checkpoint = load_checkpoint(config.out_dir, mend=False)  # another process may train
     need(checkpoint, f"--out_dir {config.out_dir} has no checkpoint to take a model from")
     saved, known = checkpoint["config"], checkpoint["fingerprint"]["tokenizer"]
     need(known == hashlib.sha256(tokenizer.to_str().encode()).hexdigest(), f"--tokenizer_path "
          f"{config.tokenizer_path} is not this model's, which was {saved['tokenizer_path']}")
     model = LlamaForPretraining(LlamaConfig(**{f.name: saved[f.name] for f in fields(LlamaConfig)}))
     model.load_state_dict(checkpoint["model"])
-    device, dtype = choose_device(config.device, saved["dtype"])
+    device, dtype = choose_device(config.device, config.dtype.replace("auto", saved["dtype"]))
     config.seq_len = saved["seq_len"]
-    print(config.prompt, end="")
     with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
-        for text in generate(model.to(device), tokenizer, config.prompt, config):
+        check_causality(model.to(device), device)
+        print(config.prompt, end="")
+        for text in generate(model, tokenizer, config.prompt, config):
             print(text, end="", flush=True)
     print()
 
 def main(argv: list[str] | None = None) -> None:
     """Read the flags, check them, and train, or let the model write."""
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace", line_buffering=True)  # for logs
     s = parse_flags(argv, [LlamaConfig, TrainConfig], DEMO)
     check_settings(s)
     tokenizer = load_tokenizer(s.tokenizer_path)
@@ -1103,7 +1106,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(130) from None
     except RuntimeError as error:  # CUDA's has a class of its own, those of mps and the host not
         advice = f"lower --micro_batch_size (now {s.micro_batch_size}); the result does not change"
-        need(not re.search("out of memory|can't allocate memory", str(error)),
+        need(not re.search("out of memory|can't allocate memory|not enough memory", str(error)),
              f"out of memory: {advice if s.prompt is None else 'use --device cpu'}")
         raise
 

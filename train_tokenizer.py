@@ -7,7 +7,7 @@
 It starts from the 256 bytes, so that any text can be written and none is lost, and then joins,
 again and again, the most frequent pair of neighbours into a new token.
 """
-import gzip, itertools, lzma
+import gzip, itertools, lzma, sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
-from train_llama import (BOT, SPECIAL_TOKENS, STDLIB, UserError, load_documents, load_tokenizer,
+from train_llama import (BOT, SPECIAL_TOKENS, STDLIB, load_documents, load_tokenizer, need,
                          open_rows, parse_flags, say, write_atomically)
 
 @dataclass
@@ -38,7 +38,7 @@ def train_tokenizer(texts, vocab_size: int, min_frequency: int) -> Tokenizer:
     # Words, numbers and spaces are split first (GPT-2's pattern): pairs inside of words only. It
     # keeps the counting small; without it every document is one word of unbounded length.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    # Learning takes time with the square of a word's length: a megabyte of "aaaa" would take hours.
+    # Learning takes time with the square of a word's length: a megabyte of "aaaa" would take long.
     runs = pre_tokenizers.Split(Regex(r"\S{1000}|\s{1000}"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([runs, words])
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def train_tokenizer(texts, vocab_size: int, min_frequency: int) -> Tokenizer:
     return tokenizer
 
 def check_round_trip(tokenizer: Tokenizer, texts: list[str]) -> None:
-    """Raise AssertionError if a text does not come back, or a special token is taken for text."""
+    """Raise AssertionError if a text does not come back, or becomes a special token."""
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text, f"lost: {text[:200]!r}"
@@ -73,16 +73,15 @@ def report_demo(config, bits_per_byte: float) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read documents, learn a vocabulary, write it, and show what it does."""
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace", line_buffering=True)  # for logs
     config = parse_flags(argv, [TokenizerConfig], DEMO)
-    least = 256 + len(SPECIAL_TOKENS)
-    if config.vocab_size < least or config.min_frequency < 1 or config.max_documents < 1:
-        raise UserError(f"--vocab_size must be at least {least}, --min_frequency and "
-                        f"--max_documents at least 1")
-    if config.val_every < 0 or config.val_every == 1:
-        raise UserError(f"--val_every {config.val_every} must be 0, or at least 2")
+    for name, least in (("vocab_size", 256 + len(SPECIAL_TOKENS)), ("min_frequency", 1),
+                        ("max_documents", 1), ("val_every", 0)):
+        value = getattr(config, name)
+        need(value >= least, f"--{name} {value} must be at least {least}")
+    need(config.val_every != 1, "--val_every 1 would leave no text to learn from")
     path, skipped, examples, size = Path(config.tokenizer_path), Counter(), [], 0
-    if not path.parent.is_dir():
-        raise UserError(f"--tokenizer_path {path}: the folder {path.parent} does not exist")
+    need(path.parent.is_dir(), f"--tokenizer_path {path}: the folder {path.parent} does not exist")
     rows, _ = open_rows(config.dataset, config.dataset_config, config.text_column)
 
     def texts():
@@ -96,10 +95,9 @@ def main(argv: list[str] | None = None) -> None:
                 yield text
 
     tokenizer = train_tokenizer(texts(), config.vocab_size, config.min_frequency)
-    if not examples:
-        raise UserError(f"--dataset {config.dataset} has no text to learn from (rows skipped: "
-                        f"{dict(skipped) or 'none'}; --val_every {config.val_every} leaves the "
-                        "first document out)")
+    held_out = f"; --val_every {config.val_every} leaves the first one out" * (config.val_every > 0)
+    need(examples, f"--dataset {config.dataset} has no text to learn from (rows skipped: "
+         f"{dict(skipped) or 'none'}{held_out})")
     hard = "Ünïcödé ½ e\u0301 ﬁ 👩\u200d🚀 \x00 [EOT]\r\n\t  end"
     tokenizer.encode_special_tokens = True  # as load_tokenizer does
     check_round_trip(tokenizer, [*examples, hard])

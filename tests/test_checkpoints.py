@@ -520,6 +520,15 @@ def test_too_little_free_space_is_found_before_the_first_step(run, tmp_path, mon
     assert isinstance(message, str) and str(tmp_path) in message
 
 
+def test_checkpoints_that_are_there_need_no_space_once_more(run, out, monkeypatch):
+    usage, weights = shutil.disk_usage(out), read_checkpoint(out)["model"].values()
+    have = sum(path.stat().st_size for path in out.glob("checkpoint*.pt"))
+    needed = 40 * sum(weight.numel() for weight in weights)
+    for free, expected in ((needed - have, str), (needed - have + 1, int)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+        assert type(run()) is expected
+
+
 def test_too_little_free_space_for_tokens_is_found_before_they_are_written(
         run, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
@@ -1219,6 +1228,20 @@ def test_init_from_a_damaged_checkpoint_is_refused(run, out, tmp_path, damage):
     message = run(init_from=path, out_dir=tmp_path / "new")
     assert isinstance(message, str) and str(path) in message
     assert not (tmp_path / "new" / "checkpoint.pt").exists()
+
+
+def test_a_run_goes_on_without_the_weights_it_was_started_from(run, finished, tmp_path):
+    weights = shutil.copytree(finished / "model", tmp_path / "weights")
+    assert run(stop_after=6, init_from=weights) == 130
+    shutil.rmtree(weights)
+    assert run(init_from=weights) == 0
+
+
+def test_init_from_for_a_run_that_has_begun_is_refused(run, out, finished):
+    before = files_of(out)
+    message = run(init_from=finished / "model")
+    assert f"--init_from  -> {finished / 'model'}" in message and "another folder" in message
+    assert files_of(out) == before
 
 
 def test_init_from_nothing_is_refused(run, tmp_path):

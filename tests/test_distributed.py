@@ -295,7 +295,7 @@ def test_machines_that_share_no_folders_are_refused(left_over, settings, tmp_pat
         status, output = job.finish()
     assert status != 0 and "step 2/" not in output
     assert any("--out_dir out" in line and "--cache_dir tokens" in line
-               for line in output.splitlines()), output
+               and "that all machines share" in line for line in output.splitlines()), output
 
 
 def test_a_process_that_dies_ends_the_job(settings, tmp_path):

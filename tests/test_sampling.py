@@ -318,6 +318,37 @@ def test_prompt_changes_nothing_in_out_dir(finished, ask):
     assert seen() == before
 
 
+def test_prompt_moves_no_checkpoint_away(finished, unfinished, ask, tokenizer):
+    """A training run may be at work there; it alone may decide what to do with a file."""
+    newest = unfinished["out_dir"] / "checkpoint.pt"
+    shutil.copy(newest, newest.with_name("checkpoint.previous.pt"))
+    newest.write_bytes(b"damaged")
+    assert ask(out_dir=unfinished["out_dir"]).splitlines()[0].startswith(f"{newest} is damaged")
+    assert newest.read_bytes() == b"damaged"
+
+
+@pytest.mark.parametrize("dtype, used", [
+    ("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_prompt_multiplies_in_the_dtype_of_the_run_or_of_the_flag(dtype, used, ask, monkeypatch):
+    seen = []
+
+    def watched(model, *rest):
+        seen.append(model.lm_head(torch.zeros(1, TINY_MODEL["hidden_size"])).dtype)
+        return generate(model, *rest)
+
+    monkeypatch.setattr(train_llama, "generate", watched)
+    ask(dtype=dtype)
+    assert seen == [getattr(torch, used)]
+
+
+def test_prompt_stops_with_a_sentence_where_attention_sees_the_future(ask, monkeypatch):
+    attention = train_llama.F.scaled_dot_product_attention
+    monkeypatch.setattr(train_llama.F, "scaled_dot_product_attention",
+                        lambda *args, is_causal, **rest: attention(*args, **rest))
+    with pytest.raises(UserError, match="--device cpu lets attention see the future"):
+        ask()
+
+
 def test_prompt_takes_the_shape_of_the_model_from_the_checkpoint(ask):
     assert ask(hidden_size=96, num_hidden_layers=3, seq_len=8) == ask()
 

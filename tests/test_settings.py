@@ -203,6 +203,23 @@ def test_micro_batches_of_all_processes_divide_the_batch(refused, run_flags, mon
         assert part in message
 
 
+@pytest.mark.parametrize("device", ["cuda:0", "mps"])
+def test_several_processes_cannot_share_a_device_that_is_named(
+        device, refused, accepted, run_flags, monkeypatch):
+    monkeypatch.setattr(train_llama, "WORLD", 2)
+    message = refused(run_flags(device=device, micro_batch_size=1))
+    assert "\n" not in message and f"--device {device}" in message and "2 processes" in message
+    accepted(run_flags(device="cpu", micro_batch_size=1))
+
+
+@pytest.mark.parametrize("script", ["train_tokenizer.py", "train_llama.py"])
+def test_letters_that_the_log_cannot_hold_stop_nothing(script, run_flags, corpus, tmp_path):
+    done = run_script(script, *(run_flags(max_new_tokens=40) if script == "train_llama.py" else
+                                ["--dataset", str(corpus), "--vocab_size", "300"]),
+                      cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
 def test_all_faults_come_in_one_message(refused, run_flags, tmp_path):
     (tmp_path / "file").touch()
     faults = dict(hidden_size=30, num_key_value_heads=3, seq_len=65, micro_batch_size=3,
