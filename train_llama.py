@@ -775,6 +775,8 @@ def choose_device(name: str, dtype: str) -> tuple[torch.device, str]:
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
     best = "float32"
     if device.type == "cuda":
+        need((device.index or 0) < torch.cuda.device_count(), f"--device {device} is not there: a "
+             f"torchrun needs a GPU for each process, this machine has {torch.cuda.device_count()}")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
         best = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"

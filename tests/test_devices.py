@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import train_llama
 from conftest import TINY_MODEL, TINY_RUN, as_flags
-from train_llama import (LlamaConfig, LlamaForPretraining, PretrainingDataset, choose_device, main,
-                         memory_gb)
+from train_llama import (LlamaConfig, LlamaForPretraining, PretrainingDataset, UserError,
+                         choose_device, main, memory_gb)
 
 
 def index_of(device: torch.device | str | int | None) -> int:
@@ -68,6 +68,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         if cards:
             monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+            monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
             monkeypatch.setattr(torch.cuda, "set_device", lambda card: vars(done).update(card=card))
         monkeypatch.setattr(torch, "set_float32_matmul_precision",
                             lambda precision: vars(done).update(precision=precision))
@@ -159,6 +160,14 @@ def test_every_process_of_a_machine_takes_a_card_of_its_own(machine, monkeypatch
             done.card = None
             assert choose_device(name, "auto") == (torch.device(f"cuda:{rank}"), dtype)
             assert done.card == torch.device(f"cuda:{rank}")
+
+
+def test_more_processes_than_cards_are_refused_in_one_sentence(machine, monkeypatch):
+    done = machine((8, 0))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="--device cuda:1 .* this machine has 1$"):
+        choose_device("auto", "auto")
+    assert done.card is None
 
 
 def test_a_card_that_was_named_is_taken(machine):
