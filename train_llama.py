@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 @dataclass
 class LlamaConfig:
-    """The size of the model, under the names that Hugging Face gives it; the demo's is less."""
+    """The size of the model, under the names that Hugging Face gives it; the demo's is smaller."""
     vocab_size: int  # V; neither default nor flag: the tokenizer decides
     max_position_embeddings: int = 2048  # the longest sequence that rotary angles are made for
     hidden_size: int = 768  # C, the width of the residual stream
@@ -101,7 +101,7 @@ MAY_BE_ZERO = ("val_every min_learning_rate warmup_steps weight_decay grad_clip 
                "top_k max_new_tokens").split()  # all other numbers are above 0
 SPECIAL_TOKENS = ["[PAD]", "[BOT]", "[EOT]", "[UNK]"]  # padding, begin and end of text, unknown
 PAD, BOT, EOT, UNK = range(4)  # their ids
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of a torchrun
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
 
 class UserError(SystemExit):
     """A mistake that the user can mend: Python prints its sentence, and no traceback."""
