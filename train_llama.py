@@ -122,6 +122,7 @@ def brief(error: BaseException) -> str:
 
 def parse_flags(argv: list[str] | None, configs: list[type], demo: dict) -> argparse.Namespace:
     """All settings in one namespace: the fields' defaults, or the demo's, or what a flag says."""
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace", line_buffering=True)  # for logs
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="%(prog)s [--flag value ...]")
     parser.error = lambda text: sys.exit(f"{parser.prog}: {text} (--help lists the flags)")
@@ -155,7 +156,7 @@ def check_settings(s: argparse.Namespace) -> None:
         if not faults.keys() & given and not eval(rule, context, vars(s)):
             faults[" ".join(given)] = f"{', '.join(given.values())}: {rule} must hold" + (
                 f" for {WORLD} processes" * ("processes" in rule))
-    new = not os.path.exists(os.path.join(s.out_dir, "checkpoint.pt"))  # init_from is for a start
+    new = not Path(s.out_dir, "checkpoint.pt").exists()  # init_from is for the start of a run
     tries = dict(tokenizer_path=load_tokenizer, init_from=lambda p: p and new and load_weights(p),
                  device=lambda name: torch.empty(0, device=name.replace("auto", "cpu")).cpu())
     for folder in ("cache_dir", "out_dir") if s.prompt is None else ():
@@ -298,7 +299,7 @@ def flops_per_token(model: LlamaForPretraining, seq_len: int) -> int:
 # It only grows at its end, so a longer run appends and nothing is done twice. Training reads blocks
 # of it, in an order that depends on the seed and the step alone.
 
-WINDOW = 65_536  # blocks are shuffled inside windows of so many: the system's file cache has one
+WINDOW = 65_536  # blocks are shuffled inside windows of so many: one fits in the file cache
 SURROGATES = re.compile("[\ud800-\udfff]")  # what stands in a string where no character was
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: str = "") -> None:
@@ -322,7 +323,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], keep: str 
 
 def check_disk(folder: str, needed: float, what: str) -> None:
     """Say how much space is needed and free; raise UserError if it is too little."""
-    free = shutil.disk_usage(folder).free
+    needed, free = max(0, needed), shutil.disk_usage(folder).free
     say(f"disk: {needed / 1e9:.2f} GB for {what} in {folder}, {free / 1e9:.1f} GB are free")
     need(needed < free, f"too little free space for {what} in --cache_dir or --out_dir {folder}")
 
@@ -432,8 +433,7 @@ def prepare_tokens(config: TrainConfig, tokenizer: Tokenizer, needed: int) -> di
         train, val = facts["train"], facts["val"]
         if missing := not facts["ended"] and train["tokens"] < needed:
             most = sum(map(os.path.getsize, files)) or math.inf
-            new = max(0, min(most, needed) - train["tokens"])
-            check_disk(config.cache_dir, size * new, "tokens")
+            check_disk(config.cache_dir, size * (min(most, needed) - train["tokens"]), "tokens")
             append_tokens(config, tokenizer, facts, needed, Path(stem + ".json"), size, most)
     gb = sum(file.stat().st_size for file in Path(config.cache_dir).glob("*.u?")) / 1e9
     why = Counter(facts["skipped"]).most_common(8) or [("rows", 0)]
@@ -950,7 +950,7 @@ def describe(model: LlamaForPretraining, config: TrainConfig, device: torch.devi
         f"{config.dtype}, {peak / 1e12:.2f} TFLOP/s in a matrix product; at 40 % of that "
         f"{hours:.2g} hours to go")
     have = sum(file.stat().st_size for file in Path(config.out_dir).glob("checkpoint*.pt"))
-    check_disk(config.out_dir, max(0, 40 * weights - have), "three checkpoints and the model")
+    check_disk(config.out_dir, 40 * weights - have, "three checkpoints and the model")
 
 def show(row: dict, bar: tqdm) -> None:
     """Put a row of metrics in the progress bar, or on a line where there is no terminal."""
@@ -1079,7 +1079,6 @@ def continue_prompt(config: TrainConfig, tokenizer: Tokenizer) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the flags, check them, and train, or let the model write."""
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace", line_buffering=True)  # for logs
     s = parse_flags(argv, [LlamaConfig, TrainConfig], DEMO)
     check_settings(s)
     tokenizer = load_tokenizer(s.tokenizer_path)

@@ -7,7 +7,7 @@
 It starts from the 256 bytes, so that any text can be written and none is lost, and then joins,
 again and again, the most frequent pair of neighbours into a new token.
 """
-import gzip, itertools, lzma, sys
+import gzip, itertools, lzma
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,6 @@ def report_demo(config, bits_per_byte: float) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read documents, learn a vocabulary, write it, and show what it does."""
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace", line_buffering=True)  # for logs
     config = parse_flags(argv, [TokenizerConfig], DEMO)
     for name, least in (("vocab_size", 256 + len(SPECIAL_TOKENS)), ("min_frequency", 1),
                         ("max_documents", 1), ("val_every", 0)):

@@ -182,7 +182,7 @@ def test_no_line_is_longer_than_100_columns(script):
     assert [f"{i}: {line}" for i, line in enumerate(lines, 1) if len(line) > 100] == []
 
 
-@pytest.mark.parametrize("script, limit", [("train_llama.py", 1116), ("train_tokenizer.py", 150)])
+@pytest.mark.parametrize("script, limit", [("train_llama.py", 1115), ("train_tokenizer.py", 150)])
 def test_a_script_is_no_longer_than_it_may_be(script, limit):
     lines = (ROOT / script).read_text().count("\n")
     assert lines <= limit
